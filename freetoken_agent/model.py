@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session needs of a model: ids in, ids out, prices first.
+
+`LocalModel` runs the engine of `freetoken_runtime`; `testing.ScriptedModel` plays scripts without
+weights. Neither knows segments: positions are token positions, the session adds the names.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from freetoken_storage.records import Snapshots
+
+from .template import ChatFormat
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen. Values are checked by the model (InvalidSampling names the field)."""
+
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int = 0
+    force: tuple[int, ...] = ()  # ids fed as if they had been sampled, then sampling goes on
+
+
+@dataclass(frozen=True)
+class PathMiss:
+    """Why a plan reuses no more. `position`: the first token that could not be reused; `cause` is
+    a short stable phrase (`different_ids`, `never_computed`, `evicted`, `damaged`,
+    `fingerprint:<part>`, `no_anchor`); `tokens`: how many must be forwarded because of it."""
+
+    position: int
+    cause: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PathPlan:
+    """What forwarding a path would cost. `reused_tokens + prefill_tokens == input_tokens`."""
+
+    input_tokens: int
+    reused_tokens: int
+    prefill_tokens: int
+    source: Literal["ram", "disk", "none"]
+    anchor: int | None  # position of the anchor used; None when nothing is reused
+    miss: PathMiss | None
+    predicted_s: float
+
+
+@dataclass(frozen=True)
+class PathUsage:
+    """What happened. `prefill_tokens` is counted by the runner from rows it really forwarded."""
+
+    input_tokens: int
+    reused_tokens: int
+    prefill_tokens: int
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    changed: str | None = None  # what ran between the plan and the forward pass, if it mattered
+
+
+@dataclass(frozen=True)
+class Token:
+    """One sampled id. `logprob`: natural log under the unmodified distribution; `top`: the most
+    likely (id, logprob) pairs when `logprobs` were asked for."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenStream(Protocol):
+    """A running generation. Iterating blocks the calling thread; the stop id is delivered too.
+    After `cancel()` the ids already sampled are still delivered, then the iteration ends."""
+
+    usage: PathUsage  # grows while it runs, final after the last token
+    finish_reason: Literal["stop", "length", "cancelled"] | None
+
+    def __iter__(self) -> Iterator[Token]: ...
+
+    def __next__(self) -> Token: ...
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Names a state's origin. `parts` say which of weights, architecture, quantisation, KV dtype,
+    rope, context and format it was made from, for a named reason when two differ."""
+
+    digest: bytes
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Model(Protocol):
+    """A model as sessions use it. Methods may be called from any thread."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def format(self) -> ChatFormat: ...
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
+
+    @property
+    def context_limit(self) -> int: ...
+
+    def attach(self, snapshots: Snapshots) -> None:
+        """Keep states in `snapshots` from now on. StoreMismatch if attached to another store."""
+
+    def detach(self) -> None:
+        """Finish pending writes and let go of the attached store (the store is closing)."""
+
+    def plan(self, ids: Sequence[int]) -> PathPlan:
+        """Price a path. Never waits for a forward pass. ContextOverflow if it is too long."""
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingOptions,
+        *,
+        anchors: Sequence[int] = (),
+        anchor_after: frozenset[int] = frozenset(),
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TokenStream:
+        """Forward what is missing of `ids`, then sample. `anchors`: positions to keep states at;
+        `anchor_after`: ids after which generated text gets one; `on_progress(done, total)` counts
+        prefilled rows and is called from the engine's thread."""
+
+    def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
+        """Bring the state of `ids` up to date, the last row included."""
+
+    def forget(self, ids: Sequence[int], start: int) -> int:
+        """Drop every state, in RAM and on disk, of any path that begins with ids[: start + 1],
+        at or after position `start` (states of ids[:start] stay). Returns how many went."""
+
+    def pin(self, owner: str, paths: Sequence[Sequence[int]]) -> None:
+        """Protect the states of these paths from eviction for `owner`, replacing its earlier
+        pins; an empty sequence unpins."""
+
+    def flush(self) -> None:
+        """Return when every captured state is on disk."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one forward pass sees: flattened rows of several sequences.
+
+    ids / positions   [T]      the rows of every sequence, one sequence after another
+    sequences                  which rows belong to which state (mixers work per sequence)
+    groups                     which kernel form serves which rows (linear layers see groups)
+
+A row's kernel form follows from *its own* sequence's rows in this pass, never from the batch's, so
+that a neighbour changes no token. Rows with form MANY come first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+
+class Form(Enum):
+    """Kernel form of a group of rows: GEMM over many rows, or the packed form for few."""
+
+    MANY = "many"
+    FEW = "few"
+
+
+class LayerState(Protocol):
+    """What a mixer may do with a sequence's state during a forward pass.
+
+    The runner calls `begin(n)` before the pass and `commit(ids)` after it; in between `length` is
+    the number of rows before the pass. Rows given to `write` become visible to `pieces(...,
+    new=True)` at once and permanent with the commit.
+    """
+
+    @property
+    def length(self) -> int: ...
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store this pass's rows of a layer. k, v: [n, Hkv, D]."""
+
+    def pieces(self, layer: int, *, new: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the layer's (k, v) rows, each [S_i, Hkv, D] with S_i >= 1, in order: the rows
+        before this pass, and with `new` also this pass's rows (in the last piece). Valid until
+        the next `begin`. Empty at the start of a sequence."""
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """Rows [start, stop) of the batch belong to this sequence."""
+
+    state: LayerState
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows [start, stop) that linear layers may compute together, in one kernel form."""
+
+    start: int
+    stop: int
+    form: Form
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Input of one forward pass; see the module's table."""
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    sequences: Sequence[SequenceRows]
+    groups: Sequence[RowGroup]
