@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`freetoken-agent`: the commands put together."""
+
+from typing import Annotated
+
+import typer
+
+from . import models
+from .output import command
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Agents on a model in your own process, with an editable, durable context.",
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        typer.echo(f"freetoken-agent {version('freetoken-agent')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("pull")(command(models.pull_command))
+app.command("models")(command(models.models_command))
+
+
+def main() -> None:
+    """The console script."""
+    app()
