@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live state of one token path: shared, frozen spans of KV rows and a tail that grows.
+
+    sequence   span │ span │ span+tail
+                 │      │       └── ends at its buffer's mark: grows in place
+                 └──────┴────────── views of rows that other sequences may share
+
+Like slices of an append-only array: forking, truncating and restoring make views. Two sequences
+whose last spans end at the same mark may both grow; the first to claim rows keeps growing in
+place, the other gets a tail of its own. Only the owner thread changes sequences; `ids`, `length`
+and `anchors` may be read from any thread.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .buffers import KVBuffer, Pool
+
+MAX_SPANS = 4  # attention over more pieces costs more than copying the short ones
+GROWTH_ROWS = 1024  # a tail doubles up to this many rows, then grows by them
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [start, stop) of a buffer. They never change."""
+
+    buffer: KVBuffer
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class PathView:
+    """A frozen picture of a sequence, for the persister: stays valid whatever the sequence does."""
+
+    ids: Ids
+    spans: tuple[Span, ...]
+
+    def copy_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Rows [start, stop) of the path as named, contiguous tensors [L, rows, H, D]."""
+        parts: list[dict[str, torch.Tensor]] = []
+        offset = 0
+        for span in self.spans:
+            low, high = max(start, offset), min(stop, offset + span.rows)
+            if low < high:
+                shift = span.start - offset
+                parts.append(span.buffer.rows(low + shift, high + shift))
+            offset += span.rows
+        return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+
+
+class Spaces:
+    """The buffers of an engine and which sequences look at them. Owner thread only."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._holders: WeakKeyDictionary[KVBuffer, WeakSet[Sequence]] = WeakKeyDictionary()
+
+    def hold(self, buffer: KVBuffer, sequence: "Sequence") -> None:
+        self._holders.setdefault(buffer, WeakSet()).add(sequence)
+
+    def drop(self, buffer: KVBuffer, sequence: "Sequence") -> None:
+        holders = self._holders.get(buffer)
+        if holders is not None:
+            holders.discard(sequence)
+
+    def move(self, old: KVBuffer, capacity: int) -> KVBuffer:
+        """Copy the used rows of `old` into a buffer of `capacity` rows and let every sequence look
+        at the copy, so that what was shared stays shared. `old` is freed with its last view."""
+        holders = list(self._holders.get(old, ()))
+        assert all(sequence._pending == 0 for sequence in holders), "moved during a pass"
+        spans = [span for sequence in holders for span in sequence.spans if span.buffer is old]
+        low = min(span.start for span in spans)
+        high = max(span.stop for span in spans)
+        new = self.pool.allocate(max(capacity, high - low))
+        new.copy_rows(old, low, high, at=new.claim(high - low))
+        for sequence in holders:
+            sequence._repoint(old, new, -low)
+        return new
+
+    def used_rows(self, buffer: KVBuffer) -> int:
+        """Rows between the first and the last one that a sequence looks at."""
+        spans = [
+            span
+            for sequence in self._holders.get(buffer, ())
+            for span in sequence.spans
+            if span.buffer is buffer
+        ]
+        if not spans:
+            return 0
+        return max(span.stop for span in spans) - min(span.start for span in spans)
+
+
+class Sequence:
+    """See the module. Implements `batch.LayerState`."""
+
+    def __init__(self, spaces: Spaces) -> None:
+        self._spaces = spaces
+        self.spans: list[Span] = []
+        self.anchors: dict[int, torch.Tensor] = {}  # position -> hidden row [H] of its last token
+        self._ids: Ids = np.empty(64, dtype=np.int32)
+        self._length = 0
+        self._pending = 0  # rows of the pass under way
+        self._write_at: tuple[KVBuffer, int] | None = None
+
+    # -- what any thread may read
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def ids(self) -> Ids:
+        """The ids of the rows held. A view: later commits do not change it."""
+        length = self._length
+        return self._ids[:length]
+
+    # -- a forward pass
+
+    def room_needed(self, rows: int) -> int:
+        """Bytes that `begin(rows)` would allocate."""
+        needed = self._growth(rows)
+        if needed and not self._at_mark() and len(self.spans) == MAX_SPANS:
+            sizes = [span.rows for span in self.spans] + [rows]
+            pairs = [a + b for a, b in zip(sizes, sizes[1:], strict=False)]
+            needed += self._spaces.pool.capacity_for(min(pairs) + rows)
+        return needed * self._spaces.pool.layout.token_bytes
+
+    def reserve(self, rows: int) -> None:
+        """Make the next `begin`s of `rows` rows in all allocate at most once, now."""
+        if self._growth(rows):
+            self._make_tail(rows)
+
+    def begin(self, rows: int) -> None:
+        """Claim room for the rows of a pass. `commit` or `abort` ends it."""
+        assert rows > 0 and self._pending == 0, (rows, self._pending)
+        if self._growth(rows):
+            self._make_tail(rows)
+        buffer = self.spans[-1].buffer
+        self._write_at = (buffer, buffer.claim(rows))
+        self._pending = rows
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store this pass's rows of a layer: k [n, H, Dk], v [n, H, Dv]."""
+        assert self._write_at is not None and k.shape[0] == self._pending, (k.shape, self._pending)
+        buffer, start = self._write_at
+        pair = buffer.layers[layer]
+        assert pair is not None, layer
+        pair[0][start : start + self._pending].copy_(k)
+        pair[1][start : start + self._pending].copy_(v)
+
+    def pieces(self, layer: int, *, new: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of a layer's rows in path order, each [S, H, D] with S >= 1; with `new` the last
+        one ends with the rows of this pass. Valid until the next `begin`."""
+        pieces = []
+        last = len(self.spans) - 1
+        for index, span in enumerate(self.spans):
+            stop = span.stop + self._pending if new and index == last else span.stop
+            if stop > span.start:
+                pair = span.buffer.layers[layer]
+                assert pair is not None, layer
+                pieces.append((pair[0][span.start : stop], pair[1][span.start : stop]))
+        return pieces
+
+    def commit(self, ids: SequenceOf[int] | Ids) -> None:
+        """Make the rows of this pass permanent, under their ids."""
+        assert len(ids) == self._pending > 0, (len(ids), self._pending)
+        self._append_ids(ids)
+        last = self.spans[-1]
+        self.spans[-1] = replace(last, stop=last.stop + self._pending)
+        self._length += self._pending
+        self._pending, self._write_at = 0, None
+
+    def abort(self) -> None:
+        """Forget the pass under way; the rows it claimed are reused if nobody claimed more."""
+        if self._write_at is not None:
+            buffer, start = self._write_at
+            if buffer.mark == start + self._pending:
+                buffer.mark = start
+        self._pending, self._write_at = 0, None
+        self._drop_empty()
+
+    # -- views
+
+    def fork(self, at: int | None = None) -> "Sequence":
+        """A sequence of the first `at` rows (all by default) that shares every row."""
+        at = self._length if at is None else at
+        assert 0 <= at <= self._length and self._pending == 0, (at, self._length, self._pending)
+        twin = Sequence(self._spaces)
+        twin._ids = self._ids[:at].copy() if at else twin._ids
+        twin._length = at
+        twin.anchors = {p: row for p, row in self.anchors.items() if p <= at}
+        twin.spans = _cut(self.spans, at)
+        for span in twin.spans:
+            self._spaces.hold(span.buffer, twin)
+        return twin
+
+    def truncate(self, at: int) -> None:
+        """Keep the first `at` rows. Rows and anchors beyond are no longer this sequence's."""
+        assert 0 <= at <= self._length and self._pending == 0, (at, self._length, self._pending)
+        self._set_spans(_cut(self.spans, at))
+        self._ids = self._ids[:at].copy() if at else np.empty(64, dtype=np.int32)
+        self._length = at
+        self.anchors = {p: row for p, row in self.anchors.items() if p <= at}
+
+    def view(self, at: int | None = None) -> PathView:
+        """A frozen picture of the first `at` rows."""
+        at = self._length if at is None else at
+        return PathView(self.ids[:at], tuple(_cut(self.spans, at)))
+
+    def settle(self) -> None:
+        """Give back what no sequence looks at: buffers used to less than half are copied tight."""
+        for buffer in {id(span.buffer): span.buffer for span in self.spans}.values():
+            used = self._spaces.used_rows(buffer)
+            if 0 < self._spaces.pool.capacity_for(used) < buffer.capacity / 2:
+                self._spaces.move(buffer, used)
+
+    def close(self) -> None:
+        """Let go of every row."""
+        self._set_spans([])
+        self.anchors = {}
+        self._ids, self._length = np.empty(0, dtype=np.int32), 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the allocations it looks at, whether shared or not."""
+        return sum({id(s.buffer): s.buffer.size_bytes for s in self.spans}.values())
+
+    # -- inside
+
+    def _at_mark(self) -> bool:
+        return bool(self.spans) and self.spans[-1].stop == self.spans[-1].buffer.mark
+
+    def _growth(self, rows: int) -> int:
+        """Rows to allocate so that `rows` more fit in one run; 0 if they fit already."""
+        if not self._at_mark():
+            return self._spaces.pool.capacity_for(rows)
+        buffer = self.spans[-1].buffer
+        if buffer.room >= rows:
+            return 0
+        used = self._spaces.used_rows(buffer)
+        return self._spaces.pool.capacity_for(used + max(rows, min(used, GROWTH_ROWS)))
+
+    def _make_tail(self, rows: int) -> None:
+        capacity = self._growth(rows)
+        if self._at_mark():
+            self._spaces.move(self.spans[-1].buffer, capacity)
+            return
+        tail = self._spaces.pool.allocate(capacity)
+        self._set_spans([*self.spans, Span(tail, 0, 0)])
+        while len(self.spans) > MAX_SPANS:
+            self._merge_shortest(rows)
+
+    def _merge_shortest(self, rows: int) -> None:
+        """Copy the two neighbours that hold the fewest rows into one buffer."""
+        sizes = [a.rows + b.rows for a, b in zip(self.spans, self.spans[1:], strict=False)]
+        index = sizes.index(min(sizes))
+        first, second = self.spans[index : index + 2]
+        spare = rows if index + 2 == len(self.spans) else 0
+        merged = self._spaces.pool.allocate(first.rows + second.rows + spare)
+        for span in (first, second):
+            merged.copy_rows(span.buffer, span.start, span.stop, at=merged.claim(span.rows))
+        new = Span(merged, 0, merged.mark)
+        self._set_spans([*self.spans[:index], new, *self.spans[index + 2 :]])
+
+    def _set_spans(self, spans: list[Span]) -> None:
+        before = {id(span.buffer): span.buffer for span in self.spans}
+        self.spans = spans
+        after = {id(span.buffer): span.buffer for span in spans}
+        for key, buffer in after.items():
+            if key not in before:
+                self._spaces.hold(buffer, self)
+        for key, buffer in before.items():
+            if key not in after:
+                self._spaces.drop(buffer, self)
+
+    def _drop_empty(self) -> None:
+        self._set_spans([span for span in self.spans if span.rows])
+
+    def _repoint(self, old: KVBuffer, new: KVBuffer, shift: int) -> None:
+        self._set_spans(
+            [
+                Span(new, span.start + shift, span.stop + shift) if span.buffer is old else span
+                for span in self.spans
+            ]
+        )
+
+    def _append_ids(self, ids: SequenceOf[int] | Ids) -> None:
+        end = self._length + len(ids)
+        if end > len(self._ids):
+            grown = np.empty(max(end, 2 * len(self._ids)), dtype=np.int32)
+            grown[: self._length] = self._ids[: self._length]
+            self._ids = grown
+        self._ids[self._length : end] = ids
+
+
+def _cut(spans: SequenceOf[Span], rows: int) -> list[Span]:
+    """The spans of the first `rows` rows."""
+    kept: list[Span] = []
+    for span in spans:
+        if rows <= 0:
+            break
+        take = min(rows, span.rows)
+        if take:
+            kept.append(replace(span, stop=span.start + take))
+        rows -= take
+    return kept
