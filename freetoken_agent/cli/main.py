@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import models
+from . import doctor, models
 from .output import command
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ def _options(
 
 app.command("pull")(command(models.pull_command))
 app.command("models")(command(models.models_command))
+app.command("doctor")(command(doctor.doctor_command))
 
 
 def main() -> None:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`doctor`: is this machine, its disk, its models and its store fit to run agents?"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import typer
+from rich.table import Table
+
+from freetoken_agent.catalog import PulledModel, home, pulled
+from freetoken_runtime.bench.machine import DiskSpeed, Machine, measure_disk, read_machine
+
+from .output import EXIT_FAULT_FOUND, Json, emit, progress
+
+Status = Literal["ok", "warn", "fault"]
+
+_GIB = 1 << 30
+_SLOW_DISK_BYTES_PER_S = 100e6  # below it, persisting states falls behind a decoding model
+_SLOW_COMMIT_MS = 20.0  # an edit returns after one commit
+_SMALL_MEMORY_BYTES = 2 * _GIB  # SmolLM2 in fp32, its KV at 8,192 tokens, and the process
+_STYLE = {"ok": "green", "warn": "yellow", "fault": "bold red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `remedy` says what to do about anything but `ok`."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything found, with the raw facts for whoever reads the JSON."""
+
+    checks: tuple[Check, ...]
+    machine: Machine
+    disk: DiskSpeed | None
+
+
+def doctor_command(json: Json = False) -> None:
+    """Check the CPU, threads, memory, disk speed, the pulled models and the store."""
+    with progress("looking at the machine") as bar:
+        machine = read_machine()
+        checks = [check_cpu(machine), check_threads(machine), check_memory(machine)]
+        bar.label("measuring the disk")
+        disk, check = check_disk(home())
+        checks.append(check)
+        bar.label("hashing the models")
+        checks.extend(check_models(pulled()))
+    diagnosis = Diagnosis(checks=tuple(checks), machine=machine, disk=disk)
+    table = Table("check", "", "found", box=None, pad_edge=False)
+    for check in diagnosis.checks:
+        found = check.found + (f"\n→ {check.remedy}" if check.remedy else "")
+        table.add_row(check.name, f"[{_STYLE[check.status]}]{check.status}[/]", found)
+    emit(diagnosis, table)
+    if any(check.status == "fault" for check in diagnosis.checks):
+        raise typer.Exit(EXIT_FAULT_FOUND)
+
+
+def check_cpu(machine: Machine) -> Check:
+    """The packed int8/int4 kernels need AVX2, and are fast from AVX-512 on."""
+    found = f"{machine.cpu}; {', '.join(machine.flags) or 'no vector flags known'}"
+    found += f"; torch {machine.torch} uses {machine.torch_capability}"
+    if "avx512f" in machine.flags:
+        return Check("cpu", "ok", found)
+    remedy = "quantised decode will be slow here; prefer quant=None and measure with `bench decode`"
+    return Check("cpu", "warn", found, remedy)
+
+
+def check_threads(machine: Machine) -> Check:
+    """Compute threads beyond the CPUs we may use stall each other."""
+    granted = machine.cpu_quota or machine.logical_cpus
+    found = f"{machine.torch_threads} compute threads on {machine.logical_cpus} CPUs"
+    if machine.cpu_quota is not None:
+        found += f", of which a control group grants {machine.cpu_quota:g}"
+    if machine.torch_threads > max(1, int(granted)):
+        remedy = f"set OMP_NUM_THREADS={max(1, int(granted))} or EngineConfig(threads=…)"
+        return Check("threads", "warn", found, remedy)
+    if machine.load_1m is not None and machine.load_1m > machine.logical_cpus:
+        found += f"; other processes keep them busy (load {machine.load_1m:.1f})"
+        return Check("threads", "warn", found, "timings and decode speed suffer; stop what is idle")
+    return Check("threads", "ok", found)
+
+
+def check_memory(machine: Machine) -> Check:
+    """What is available now, under whatever limit holds."""
+    sizes = (machine.memory_available_bytes, machine.memory_limit_bytes)
+    usable = min((size for size in sizes if size is not None), default=None)
+    if usable is None:
+        return Check(
+            "memory", "warn", "unknown on this system", "set EngineConfig(ram_budget_bytes=…)"
+        )
+    found = f"{usable / _GIB:.1f} GiB usable"
+    if machine.memory_bytes is not None:
+        found += f" of {machine.memory_bytes / _GIB:.1f} GiB"
+    if usable < _SMALL_MEMORY_BYTES:
+        return Check("memory", "warn", found, "use quant='int4' and a small ram_budget_bytes")
+    return Check("memory", "ok", found)
+
+
+def check_disk(folder: Path) -> tuple[DiskSpeed | None, Check]:
+    """The disk that holds models and sessions: is it writable, roomy and fast enough?"""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        disk = measure_disk(folder)
+    except OSError as error:
+        remedy = "free some space, or set FREETOKEN_HOME to a folder that can be written"
+        return None, Check("disk", "fault", f"{folder}: {error.strerror or error}", remedy)
+    found = (
+        f"{folder}: {disk.free_bytes / _GIB:.1f} GiB free, write {disk.write_bytes_per_s / 1e6:.0f}"
+        f" MB/s, read {disk.read_bytes_per_s / 1e6:.0f} MB/s, commit {disk.commit_ms:.2f} ms"
+    )
+    if disk.free_bytes < _GIB:
+        return disk, Check("disk", "warn", found, "states are evicted early; free some space")
+    if disk.write_bytes_per_s < _SLOW_DISK_BYTES_PER_S or disk.commit_ms > _SLOW_COMMIT_MS:
+        return disk, Check("disk", "warn", found, "put FREETOKEN_HOME on a faster disk")
+    return disk, Check("disk", "ok", found)
+
+
+def check_models(models: list[PulledModel]) -> list[Check]:
+    """Every pulled file still has the hash it was pulled with."""
+    if not models:
+        return [Check("model", "warn", "none pulled", "freetoken-agent pull smollm2")]
+    return [_check_model(model) for model in models]
+
+
+def _check_model(model: PulledModel) -> Check:
+    name = f"model {model.name}"
+    try:
+        with model.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        remedy = f"remove {model.path.parent} and pull again"
+        return Check(name, "fault", f"{model.path}: {error.strerror or error}", remedy)
+    if digest != model.sha256:
+        remedy = f"remove {model.path.parent} and pull again"
+        return Check(name, "fault", f"{model.path} was altered (SHA-256 {digest})", remedy)
+    return Check(name, "ok", f"{model.title}, {model.quantisation}, hash verified")

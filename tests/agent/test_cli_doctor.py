@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`doctor`: the judgements on machines described here, and the whole command on this one."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from freetoken_agent.catalog import PulledModel
+from freetoken_agent.cli import doctor
+from freetoken_agent.cli.main import app
+from freetoken_runtime.bench.machine import Machine, measure_disk, read_machine, rss_anon_bytes
+
+GOOD = Machine(
+    cpu="test",
+    logical_cpus=8,
+    cpu_quota=None,
+    flags=("avx512f", "avx2"),
+    torch_capability="AVX512",
+    torch_threads=8,
+    load_1m=1.0,
+    memory_bytes=32 << 30,
+    memory_available_bytes=24 << 30,
+    memory_limit_bytes=None,
+    system="Linux",
+    python="3.11",
+    torch="2.13",
+)
+
+
+def machine(**changes: Any) -> Machine:
+    return dataclasses.replace(GOOD, **changes)
+
+
+@pytest.mark.parametrize(
+    ("judge", "changes", "status", "says"),
+    [
+        (doctor.check_cpu, {}, "ok", "avx512f"),
+        (doctor.check_cpu, {"flags": ("avx2",)}, "warn", "avx2"),
+        (doctor.check_threads, {}, "ok", "8 compute threads"),
+        (doctor.check_threads, {"torch_threads": 9}, "warn", "9 compute threads"),
+        (doctor.check_threads, {"cpu_quota": 2.0}, "warn", "grants 2"),
+        (doctor.check_threads, {"load_1m": 9.0}, "warn", "load 9.0"),
+        (doctor.check_memory, {}, "ok", "24.0 GiB usable of 32.0"),
+        (doctor.check_memory, {"memory_limit_bytes": 1 << 30}, "warn", "1.0 GiB usable"),
+        (doctor.check_memory, {"memory_available_bytes": None}, "warn", "unknown"),
+    ],
+)
+def test_judgement(judge: Any, changes: dict[str, Any], status: str, says: str) -> None:
+    """Oracle: the rule stated beside each check; anything but `ok` has a remedy."""
+    check = judge(machine(**changes))
+    assert (check.status, says in check.found) == (status, True), check
+    assert (check.remedy is None) == (status == "ok")
+
+
+def test_an_altered_model_is_a_fault(tmp_path: Path) -> None:
+    """Oracle: the recorded hash is not the file's."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"other bytes")
+    facts = {"name": "m", "title": "M", "licence": "", "architecture": "", "quantisation": ""}
+    model = PulledModel(
+        **facts, path=path, sha256="0" * 64, size_bytes=11, parameters=0, context_tokens=0
+    )
+    (check,) = doctor.check_models([model])
+    assert check.status == "fault" and "altered" in check.found
+    path.unlink()
+    (check,) = doctor.check_models([model])
+    assert check.status == "fault" and str(path) in check.found
+
+
+def test_doctor_reports_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command with an empty home: no model is a warning, nothing is a fault."""
+    monkeypatch.setenv("FREETOKEN_HOME", str(tmp_path / "home"))
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    found = {check["name"]: check["status"] for check in report["checks"]}
+    assert found["model"] == "warn" and found["disk"] in ("ok", "warn")
+    assert report["machine"]["logical_cpus"] >= 1
+    assert report["disk"]["write_bytes_per_s"] > 0
+
+
+def test_an_unwritable_home_is_a_fault_and_exit_code_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file stands where the home should be; the other checks still report."""
+    (tmp_path / "home").write_text("")
+    monkeypatch.setenv("FREETOKEN_HOME", str(tmp_path / "home"))
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 3
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert checks["disk"]["status"] == "fault" and "FREETOKEN_HOME" in checks["disk"]["remedy"]
+    assert checks["cpu"]["found"]
+
+
+def test_the_disk_probe_leaves_nothing(tmp_path: Path) -> None:
+    """Speeds are positive and the folder is empty afterwards."""
+    disk = measure_disk(tmp_path, size_bytes=2 << 20, commits=4)
+    assert disk.write_bytes_per_s > 0 and disk.read_bytes_per_s > 0 and disk.commit_ms > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_anonymous_memory_grows_with_what_is_touched() -> None:
+    """Oracle: 64 MiB of touched bytes raise RssAnon by about 64 MiB."""
+    before = rss_anon_bytes()
+    if before is None:
+        pytest.skip("this system has no /proc/self/status")
+    block = bytearray(b"\x01") * (64 << 20)
+    after = rss_anon_bytes()
+    assert after is not None and (60 << 20) < after - before < (80 << 20), len(block)
+
+
+def test_the_flags_are_those_of_the_kernel() -> None:
+    """Oracle: /proc/cpuinfo, read here as plain text."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        pytest.skip("this system has no /proc/cpuinfo")
+    for flag in read_machine().flags:
+        assert f" {flag} " in cpuinfo.read_text().replace("\n", " ")
