@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors of the SDK. They extend the tree that freetoken_storage.errors draws.
+
+FreetokenError
+├── SegmentError
+│   ├── SegmentNotFound      not on this branch's path; `.reason` says why
+│   ├── SegmentReplaced      the path holds a newer version; `.current` is that segment
+│   ├── SegmentInUse         a purge of what a branch still holds; `.branches` names them
+│   └── FrameNotEditable     a frame is not a position and cannot be edited
+├── PairingError             the edit would part a tool call from its result
+├── NothingToGenerate        the assistant turn at the head is closed, or a call has no result
+├── NothingToUndo / NothingToRedo
+├── SessionBusy              a generation is writing this branch
+├── SessionReadOnly          opened without a model, or with a tokenizer or template not its own
+├── InvalidEdit              arguments of an edit that do not go together
+├── TemplateUnsupported      the chat template refuses, moves or drops what was asked
+├── UnsupportedContent       a content part that is not text
+├── TokenizerUnsupported     a tokenizer that cannot keep contents and control tokens apart
+├── InvalidMessages          a message list that breaks its own format
+└── StorageError
+    └── SessionConflict
+        └── GenerationConflict   a generation was saved on another branch; `.branch` names it
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from freetoken_storage.errors import FreetokenError, SessionConflict
+
+if TYPE_CHECKING:
+    from .segments import Segment
+
+MissingReason = Literal["deleted", "other_branch", "purged", "unknown"]
+
+
+class SegmentError(FreetokenError):
+    """A segment that cannot serve as the position or target of an edit."""
+
+    code = "segment_error"
+
+
+class SegmentNotFound(SegmentError):
+    """The segment is not on this branch's path, and no version of it is."""
+
+    code = "segment_not_found"
+
+    def __init__(self, what: str, *, segment: str, reason: MissingReason, remedy: str) -> None:
+        super().__init__(what, value=segment, remedy=remedy)
+        self.reason: MissingReason = reason
+
+
+class SegmentReplaced(SegmentError):
+    """The path holds another version of the segment."""
+
+    code = "segment_replaced"
+
+    def __init__(self, what: str, *, segment: str, current: "Segment") -> None:
+        super().__init__(what, value=segment, remedy=f"use {current.id!r}, the current version")
+        self.current = current
+
+
+class SegmentInUse(SegmentError):
+    """A branch's path still holds the segment."""
+
+    code = "segment_in_use"
+
+    def __init__(self, what: str, *, segment: str, branches: tuple[str, ...]) -> None:
+        super().__init__(
+            what,
+            value=segment,
+            limit=f"branches {', '.join(branches)}",
+            remedy="delete it there, or delete those branches, then purge",
+        )
+        self.branches = branches
+
+
+class FrameNotEditable(SegmentError):
+    """Frames follow from their neighbours; name a content segment instead."""
+
+    code = "frame_not_editable"
+
+
+class PairingError(FreetokenError):
+    """Tool calls and results go together. Nothing was changed."""
+
+    code = "pairing_error"
+
+
+class NothingToGenerate(FreetokenError):
+    """Nothing for the model to write here."""
+
+    code = "nothing_to_generate"
+
+
+class NothingToUndo(FreetokenError):
+    """The branch's log holds no such step, or a purge removed it."""
+
+    code = "nothing_to_undo"
+
+
+class NothingToRedo(FreetokenError):
+    """No undone step is left on this branch."""
+
+    code = "nothing_to_redo"
+
+
+class SessionBusy(FreetokenError):
+    """A generation is writing this branch; reading, planning and forking it work meanwhile."""
+
+    code = "session_busy"
+
+
+class SessionReadOnly(FreetokenError):
+    """This handle cannot change the session; the message says why."""
+
+    code = "session_read_only"
+
+
+class InvalidEdit(FreetokenError):
+    """Arguments that do not go together, or a place where the edit makes no sense."""
+
+    code = "invalid_edit"
+
+
+class TemplateUnsupported(FreetokenError):
+    """The chat template cannot express this, or cannot be learned. Nothing was changed."""
+
+    code = "template_unsupported"
+
+
+class UnsupportedContent(FreetokenError):
+    """A content part that is not text."""
+
+    code = "unsupported_content"
+
+
+class TokenizerUnsupported(FreetokenError):
+    """The tokenizer cannot be used: foreign files, or contents that could form control tokens."""
+
+    code = "tokenizer_unsupported"
+
+
+class InvalidMessages(FreetokenError):
+    """A message list that its own format does not allow."""
+
+    code = "invalid_messages"
+
+
+class GenerationConflict(SessionConflict):
+    """Another handle moved the branch during a generation, which was saved on `branch`."""
+
+    def __init__(self, what: str, *, branch: str) -> None:
+        super().__init__(what, value=branch, remedy="reload() this handle, or open that branch")
+        self.branch = branch

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sessions hand out: frozen pydantic models, all of them snapshots.
+
+A `Segment` names an instance by `id`, which stays the same wherever it is still used. The fields
+`turn frame_tokens stale anchored` describe the place where it was looked up; a segment that was
+not looked up on a path (an earlier version) has their defaults.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from .errors import UnsupportedContent
+
+SegmentKind = Literal[
+    "system", "tools", "user", "thinking", "text", "tool_call", "tool_result", "frame"
+]
+Role = Literal["system", "user", "assistant", "tool"]
+Source = Literal["caller", "model", "interrupted"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+
+ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "tools": "system",
+    "user": "user",
+    "thinking": "assistant",
+    "text": "assistant",
+    "tool_call": "assistant",
+    "tool_result": "tool",
+    "frame": "system",
+}
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Part(_Frozen):
+    """A piece of content. Text is the only type so far."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+Content = str | Sequence[Part | Mapping[str, Any]]
+
+
+def as_text(content: Content) -> str:
+    """The text of a content: parts are joined as they are. UnsupportedContent for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray):
+        raise _unsupported(type(content).__name__)
+    return "".join(_part_text(part) for part in content)
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, Part):
+        return part.text
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    raise _unsupported(kind if isinstance(kind, str) else type(part).__name__)
+
+
+def _unsupported(value: str) -> UnsupportedContent:
+    return UnsupportedContent(
+        "content is a str or a sequence of text parts",
+        value=value,
+        remedy='pass text, Part(text=…) or {"type": "text", "text": …}',
+    )
+
+
+class Segment(_Frozen):
+    """A run of token ids with a meaning.
+
+    `content` is what the caller gave (a generated segment: its text), `text` the ids decoded in
+    the context of their predecessors. `frame_tokens` counts the gap before it. `origin` is the
+    first segment of its line of replacements, `replaces` the previous one. `stale`: the arguments
+    of the call it answers were edited. `anchored`: a model state can be restored at its end.
+    """
+
+    id: str
+    kind: SegmentKind
+    role: Role
+    content: str
+    text: str
+    turn: int | None = None  # from 0; None before the first user message
+    tool: str | None = None
+    call_id: str | None = None
+    arguments: dict[str, Any] | None = None
+    error: bool = False
+    num_tokens: int
+    frame_tokens: int = 0
+    origin: str
+    replaces: str | None = None
+    stale: bool = False
+    source: Source = "caller"
+    meta: dict[str, Any] = {}
+    anchored: bool = False
+
+    def preview(self, n: int = 60) -> str:
+        """One line of at most `n` characters for people."""
+        line = " ".join(self.text.split())
+        return line if len(line) <= n else line[: max(n - 1, 0)] + "…"
+
+
+class Turn(_Frozen):
+    """A user message and everything up to the next one. `index` counts from 0."""
+
+    index: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens + s.frame_tokens for s in self.segments)
+
+
+class Miss(_Frozen):
+    """Why a plan reuses no more: from `position` on, `tokens` must be forwarded. `segment` is the
+    one that holds the position (its frame included); None inside the generation opener."""
+
+    position: int
+    segment: Segment | None
+    cause: str
+    tokens: int
+
+
+class ReusePlan(_Frozen):
+    """What forwarding a path would cost; `reused_tokens + prefill_tokens == input_tokens`.
+
+    A path longer than the model's context cannot be forwarded: its miss has the cause
+    `context_overflow` and `predicted_s` is infinite.
+    """
+
+    input_tokens: int
+    reused_tokens: int
+    prefill_tokens: int
+    source: Literal["ram", "disk", "none"]
+    anchor: int | None
+    miss: Miss | None
+    predicted_s: float
+
+
+class Usage(_Frozen):
+    """What happened. `changed` says what ran between plan and forward pass, if it mattered."""
+
+    input_tokens: int
+    reused_tokens: int
+    prefill_tokens: int
+    output_tokens: int = 0
+    thinking_tokens: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    changed: str | None = None
+
+
+class Reply(_Frozen):
+    """One model call's outcome. `segments` are all it wrote, in order; `calls` the tool calls."""
+
+    text: str
+    thinking: str
+    calls: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class Edit(_Frozen):
+    """What an edit changed; falsy when that is nothing. `plan` prices the path after it.
+
+    `log_id` numbers the step in the branch's log; None for a dry run or when nothing changed.
+    """
+
+    added: tuple[Segment, ...] = ()
+    removed: tuple[Segment, ...] = ()
+    plan: ReusePlan
+    log_id: int | None = None
+    changed: bool
+
+    def __bool__(self) -> bool:
+        return self.changed
+
+
+class BranchInfo(_Frozen):
+    """A branch as stored. `head` is the id of its last segment."""
+
+    name: str
+    version: int
+    num_segments: int
+    head: str | None
+    current: bool  # the branch of the handle that was asked
+
+
+class TreeNode(_Frozen):
+    """A segment at a place. `parent` indexes `Tree.nodes`; `branches` have their head here."""
+
+    segment: Segment
+    parent: int | None
+    branches: tuple[str, ...] = ()
+    on_path: bool = False
+
+
+class Tree(_Frozen):
+    """Every place of a session that is still stored, parents before children.
+
+    Indices are positions in this snapshot, not ids of anything. The same segment appears at
+    several places when an edit before it gave it a new predecessor.
+    """
+
+    nodes: tuple[TreeNode, ...]
+    empty_branches: tuple[str, ...] = ()  # branches whose path is empty
+
+    def children(self, index: int | None) -> tuple[int, ...]:
+        """Indices below a node; None for the root."""
+        return tuple(i for i, node in enumerate(self.nodes) if node.parent == index)
+
+
+class Diff(_Frozen):
+    """How another path differs from this one.
+
+    The first `common_segments` (`common_tokens`) are shared as they are. `replaced` pairs versions
+    of one origin (here, there); `removed` is only here, `added` only there.
+    """
+
+    common_segments: int
+    common_tokens: int
+    added: tuple[Segment, ...] = ()
+    removed: tuple[Segment, ...] = ()
+    replaced: tuple[tuple[Segment, Segment], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.replaced)
+
+
+class SessionInfo(_Frozen):
+    """A session in a store's list. Times are seconds since the epoch."""
+
+    name: str
+    created_s: float
+    updated_s: float
+    branches: tuple[str, ...]
+    model: str
+    meta: dict[str, Any] = {}
+
+
+class PurgeReport(_Frozen):
+    """What a purge removed, and where the same text is still held.
+
+    `scrubbed`: the bytes have left the files; False when another process holds the store (the next
+    exclusive opening finishes the work).
+    """
+
+    segments: tuple[str, ...]  # ids that no longer exist
+    num_nodes: int
+    num_states: int
+    num_log_entries: int
+    other_segments: tuple[str, ...]
+    other_sessions: tuple[str, ...]
+    scrubbed: bool
