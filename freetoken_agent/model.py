@@ -9,10 +9,48 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from freetoken_storage.errors import FreetokenError
 from freetoken_storage.records import Snapshots
 
 from .template import ChatFormat
 from .tokenizer import Tokenizer
+
+
+class ModelError(FreetokenError):
+    """A request that a model refused, or a model that cannot be used.
+
+    ModelError
+    ├── ContextOverflow    more tokens than the model's context holds
+    ├── InvalidSampling    a sampling value outside its range (the field is named)
+    ├── ModelClosed        the model was closed
+    └── ModelUnusable      the files are there, but no model can be made of them
+    """
+
+    code = "model_error"
+
+
+class ContextOverflow(ModelError):
+    """The path is longer than the model's context. Nothing was forwarded."""
+
+    code = "context_overflow"
+
+
+class InvalidSampling(ModelError):
+    """A sampling value outside its range."""
+
+    code = "invalid_sampling"
+
+
+class ModelClosed(ModelError):
+    """The model was closed."""
+
+    code = "model_closed"
+
+
+class ModelUnusable(ModelError):
+    """Missing, damaged or foreign weights, or no chat template; the message names the file."""
+
+    code = "model_unusable"
 
 
 @dataclass(frozen=True)
