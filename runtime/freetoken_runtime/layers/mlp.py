@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated feed-forward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from ..batch import RowGroup
+from .linear import Linear
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(silu(gate x) · up x). `gate_up` yields both side by side."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
+        """x [T, H] -> [T, H]."""
+        gate, up = self.gate_up(x, groups).chunk(2, -1)
+        return self.down(functional.silu(gate).mul_(up), groups)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which families exist: `model_type` -> how to read its configuration and name its weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UnsupportedArchitecture
+from ..spec import ModelSpec
+from .llama import llama_names, read_llama
+
+
+@dataclass(frozen=True)
+class Family:
+    """`read`: config.json -> spec. `names`: spec -> {parameter here: tensor in a checkpoint}."""
+
+    read: Callable[[Mapping[str, Any]], ModelSpec]
+    names: Callable[[ModelSpec], dict[str, str]]
+
+
+_LLAMA = Family(read_llama, llama_names)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+}
+
+
+def family_of(model_type: object) -> Family:
+    """UnsupportedArchitecture, naming it and what is supported, for any other type."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnsupportedArchitecture(
+            "this architecture is not supported", value=model_type, limit=", ".join(FAMILIES)
+        )
+    return FAMILIES[model_type]
+
+
+def read_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """config.json as a mapping -> the model's spec. UnsupportedArchitecture, UnsupportedConfig."""
+    return family_of(config.get("model_type")).read(config)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rope settings in both spellings: `rope_parameters` (transformers 5) and `rope_scaling` with
+`rope_theta` (earlier). Defaults and derived values follow transformers 5.24."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import UnsupportedConfig
+from ..spec import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
+from .config_reader import ConfigReader
+
+SUPPORTED_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(config: ConfigReader, head_dim: int, context_limit: int) -> RopeSpec:
+    """The rope of every layer. UnsupportedConfig names a kind or key that is not implemented."""
+    theta = config.number("rope_theta", 10_000.0)
+    original = config.get("original_max_position_embeddings")
+    config.require("rope_interleaved", False)
+    config.require("partial_rotary_factor", 1, 1.0)
+    scaling = config.get("rope_scaling")
+    parameters = config.get("rope_parameters")
+    settings = scaling if scaling else parameters  # the order of transformers
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, Mapping):
+        raise UnsupportedConfig("rope parameters", value=settings, limit="an object")
+    reader = ConfigReader(dict(settings))
+    theta = reader.number("rope_theta", theta)
+    reader.require("partial_rotary_factor", 1, 1.0)
+    kind = reader.get("rope_type", reader.get("type", "default"))
+    reader.get("type")
+    if kind not in SUPPORTED_KINDS:
+        raise UnsupportedConfig(
+            "rope_type is not supported", value=kind, limit=", ".join(SUPPORTED_KINDS)
+        )
+    if head_dim % 2:
+        raise UnsupportedConfig("head_dim must be even for rope", value=head_dim)
+    if original is not None:
+        settings = {**settings, "original_max_position_embeddings": original}
+    result = RopeSpec(head_dim, theta, _read_scaling(kind, reader, settings, context_limit))
+    reader.finish()
+    return result
+
+
+def _read_scaling(
+    kind: Any, reader: ConfigReader, settings: Mapping[str, Any], context_limit: int
+) -> RopeScaling | None:
+    original = reader.whole("original_max_position_embeddings", context_limit)
+    original = int(settings.get("original_max_position_embeddings") or original)
+    if kind == "default":
+        reader.get("factor")  # transformers ignores it here
+        return None
+    if kind == "linear":
+        return LinearScaling(_required(reader, "factor"))
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=_required(reader, "factor"),
+            low_freq_factor=_required(reader, "low_freq_factor"),
+            high_freq_factor=_required(reader, "high_freq_factor"),
+            original_context=original,
+        )
+    factor = reader.number("factor", context_limit / original)
+    return YarnScaling(
+        factor=factor,
+        attention_factor=_yarn_attention_factor(reader, factor),
+        original_context=original,
+        beta_fast=float(reader.get("beta_fast") or 32),
+        beta_slow=float(reader.get("beta_slow") or 1),
+        truncate=reader.flag("truncate", True),
+    )
+
+
+def _yarn_attention_factor(reader: ConfigReader, factor: float) -> float:
+    given = reader.get("attention_factor")
+    mscale, mscale_all = reader.get("mscale"), reader.get("mscale_all_dim")
+    if given is not None:
+        return float(given)
+    if mscale and mscale_all:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _required(reader: ConfigReader, key: str) -> float:
+    if reader.get(key) is None:
+        raise UnsupportedConfig(f"rope parameter {key!r} is missing", remedy="complete config.json")
+    return reader.number(key, 1.0)
