@@ -13,11 +13,19 @@ Deltas are whole characters: no delta ends inside a UTF-8 sequence. The text of 
 display; the finished segment holds the truth.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from .segments import Reply, ReusePlan, Segment
+
+
+class Place(TypedDict):
+    """What every event says about where it happened."""
+
+    session: str
+    branch: str
+    step: int
 
 
 class _Event(BaseModel):

@@ -170,6 +170,10 @@ class Model(Protocol):
     def plan(self, ids: Sequence[int]) -> PathPlan:
         """Price a path. Never waits for a forward pass. ContextOverflow if it is too long."""
 
+    def anchors(self, ids: Sequence[int]) -> Sequence[int]:
+        """The positions, 1 to len(ids), at which this path's state can be restored now, ascending
+        (a `range` where every position can). Never waits for a forward pass."""
+
     def generate(
         self,
         ids: Sequence[int],

@@ -71,6 +71,12 @@ class Ledger:
             predicted_s=0.0,
         )
 
+    def anchors(self, ids: Sequence[int]) -> Sequence[int]:
+        """Every position up to the longest prefix in RAM or, beyond it, the ends on disk."""
+        in_ram, _ = self._in_ram(ids)
+        on_disk = [end for end in self._disk_ends(ids) if end > in_ram]
+        return [*range(1, in_ram + 1), *on_disk] if on_disk else range(1, in_ram + 1)
+
     def record(self, ids: Sequence[int], anchors: Sequence[int]) -> None:
         """`ids` has been forwarded; the ends in `anchors` keep their row."""
         path = tuple(ids)
@@ -128,21 +134,33 @@ class Ledger:
         return blocks
 
     def _on_disk(self, ids: Sequence[int]) -> tuple[int, bool]:
-        if self.snapshots is None:
+        ends = self._disk_ends(ids)
+        if self.snapshots is None or not ends:
             return 0, False
-        digest, position, row = self._fingerprint, 0, False
+        last = (ends[-1] - 1) // BLOCK_TOKENS
+        digest = chain_digest(self._chain(ids)[last], ids[last * BLOCK_TOKENS : ends[-1]])
         with self.snapshots.reader() as reader:
-            while position < len(ids):
-                rest = ids[position : position + BLOCK_TOKENS]
-                ends = ((n, chain_digest(digest, rest[:n])) for n in range(len(rest), 0, -1))
-                found = next((e for e in ends if _intact(reader, e[1], rest[: e[0]])), None)
-                if found is None:
+            return ends[-1], _intact(reader, chain_digest(digest, ()), ())
+
+    def _disk_ends(self, ids: Sequence[int]) -> list[int]:
+        """Where whole and short blocks of this path end, as far as the chain is unbroken."""
+        if self.snapshots is None:
+            return []
+        ends: list[int] = []
+        with self.snapshots.reader() as reader:
+            for start, digest in zip(
+                range(0, len(ids), BLOCK_TOKENS), self._chain(ids), strict=False
+            ):
+                rest = ids[start : start + BLOCK_TOKENS]
+                kept = [
+                    n
+                    for n in range(1, len(rest) + 1)
+                    if _intact(reader, chain_digest(digest, rest[:n]), rest[:n])
+                ]
+                ends += [start + n for n in kept]
+                if BLOCK_TOKENS not in kept:
                     break
-                position, digest = position + found[0], found[1]
-                row = _intact(reader, chain_digest(digest, ()), ())
-                if found[0] < BLOCK_TOKENS:
-                    break
-        return position, row
+        return ends
 
     def _forget_on_disk(self, stem: tuple[int, ...]) -> int:
         if self.snapshots is None:

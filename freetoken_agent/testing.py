@@ -229,6 +229,10 @@ class ScriptedModel:
             self._check(ids)
             return self.ledger.plan(ids)
 
+    def anchors(self, ids: Sequence[int]) -> Sequence[int]:
+        with self._lock:
+            return self.ledger.anchors(ids)
+
     def generate(
         self,
         ids: Sequence[int],

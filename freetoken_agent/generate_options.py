@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of `generate`: names, ranges, and which of them can be honoured."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from freetoken_storage.errors import FreetokenError
+
+from .model import InvalidSampling, SamplingOptions
+
+
+class UnknownOption(FreetokenError):
+    """An option that no generation has; the message names it."""
+
+    code = "unknown_option"
+
+
+class OptionUnsupported(FreetokenError):
+    """An option that exists but cannot be honoured here. It is refused, never ignored."""
+
+    code = "option_unsupported"
+
+
+class GenerateKwargs(TypedDict, total=False):
+    """Keyword arguments of `generate`, `reply`, `generate_sync` and `plan`.
+
+    `thinking`: True or False asks the template for it, None leaves it to the template. `stop`:
+    texts that end the answer once it contains one; they stay in the stored text, since sampled ids
+    are kept as sampled. `force`: ids fed as if they had been sampled, then sampling goes on.
+    """
+
+    thinking: bool | None
+    tool_choice: str
+    allowed_tools: Sequence[str] | None
+    parallel_tool_calls: bool
+    output_schema: object
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | Sequence[str]
+    force: Sequence[int]
+
+
+# Options that bind what the model may write need constrained decoding; only these values are free.
+_UNBOUND: Mapping[str, object] = {
+    "tool_choice": "auto",
+    "allowed_tools": None,
+    "parallel_tool_calls": True,
+    "output_schema": None,
+}
+_INTEGERS = {"max_tokens": (1, math.inf), "top_k": (0, math.inf), "seed": (0, 2**63 - 1)}
+_NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
+_POSITIVE = frozenset(("top_p", "repetition_penalty"))
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options after checking."""
+
+    thinking: bool | None = None
+    sampling: SamplingOptions = SamplingOptions()
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, options: Mapping[str, object]) -> "GenerateOptions":
+        """UnknownOption, OptionUnsupported or InvalidSampling, naming the option."""
+        for name in options:
+            if name not in GenerateKwargs.__annotations__:
+                raise UnknownOption(
+                    f"generate has no option {name!r}",
+                    value=options[name],
+                    remedy=f"use one of {', '.join(sorted(GenerateKwargs.__annotations__))}",
+                )
+        for name, free in _UNBOUND.items():
+            if name in options and options[name] != free:
+                raise OptionUnsupported(
+                    f"{name} needs constrained decoding, which this version does not have",
+                    value=options[name],
+                    limit=f"{name}={free!r}",
+                    remedy=f"leave {name} out",
+                )
+        thinking = options.get("thinking")
+        if thinking is not None and not isinstance(thinking, bool):
+            raise InvalidSampling("thinking must be True, False or None", value=thinking)
+        sampling: dict[str, object] = {}
+        for name, value in options.items():
+            if name in _INTEGERS and not (name == "seed" and value is None):
+                sampling[name] = _integer(name, value)
+            elif name in _NUMBERS:
+                sampling[name] = _number(name, value)
+        sampling["force"] = _forced(options.get("force", ()))
+        return cls(thinking, SamplingOptions(**sampling), _stops(options.get("stop", ())))  # type: ignore[arg-type]
+
+
+def _integer(name: str, value: object) -> int:
+    low, high = _INTEGERS[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidSampling(f"{name} must be an integer", value=value, limit=f"{low} to {high}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    low, high = _NUMBERS[name]
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not fits or (name in _POSITIVE and value == 0):
+        above = "above " if name in _POSITIVE else ""
+        raise InvalidSampling(
+            f"{name} must be a number", value=value, limit=f"{above}{low} to {high}"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
+        raise InvalidSampling("stop must be a text or a list of texts, none empty", value=value)
+    return tuple(stops)
+
+
+def _forced(value: object) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise InvalidSampling("force must be a list of token ids", value=value)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value):
+        raise InvalidSampling("force must hold token ids", value=value)
+    return tuple(value)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The synchronous core of a generation: one model call, pulled one batch of events at a time."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from freetoken_storage.errors import FreetokenError
+
+from . import events, parsing
+from .draft import Draft
+from .events import GenerationEvent
+from .generate_options import GenerateOptions
+from .model import PathUsage, TokenStream
+from .segments import FinishReason, Reply, Segment, Usage
+
+if TYPE_CHECKING:
+    from .session import Session
+
+Tail = Literal["closed", "open", "partial"]
+
+
+class ModelStep:
+    """Begins at the first `advance`, which marks the branch busy, and ends with a `reply`.
+
+    Not thread-safe, except `cancel`. Every finished segment is committed before the event that
+    reports it. A whole segment waits for the next id: only that tells whether the turn goes on.
+    """
+
+    def __init__(self, session: "Session", options: GenerateOptions, index: int = 0) -> None:
+        self._session = session
+        self._options = options
+        self._index = index
+        self._draft: Draft | None = None
+        self._stream: TokenStream | None = None
+        self._pending: parsing.SegmentDone | None = None
+        self._segments: list[Segment] = []
+        self._answer = ""  # the text since the last segment, for stop texts
+        self._stopped = False  # by a stop text
+        self._cancelled = threading.Event()
+        self.on_progress: Callable[[events.PrefillProgress], None] | None = None
+        self.started = False
+        self.finished = False
+        self.reply: Reply | None = None
+
+    def advance(self) -> list[GenerationEvent]:
+        """The next events; blocks while the model works. [] once finished.
+
+        What an error leaves behind is kept: the text so far stays as an open turn.
+        """
+        if self.finished:
+            return []
+        try:
+            if self._draft is None:
+                return self._begin()
+            made: list[GenerationEvent] = []
+            while not made and not self.finished:
+                made = self._pull()
+            return made
+        except BaseException:
+            self._fail()
+            raise
+
+    def cancel(self) -> None:
+        """End between two tokens. Thread-safe."""
+        self._cancelled.set()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+
+    def close(self) -> None:
+        """End now: cancel, keep what was written, release the branch. Does nothing once finished,
+        or before the start."""
+        if self.finished or not self.started:
+            return
+        self.cancel()
+        while not self.finished:
+            self.advance()
+
+    def _begin(self) -> list[GenerationEvent]:
+        self.started = True
+        draft = self._session.begin_generation(thinking=self._options.thinking)
+        self._draft = draft
+        self._parser = parsing.StreamParser(
+            draft.model.format, draft.model.tokenizer, kind=draft.kind, after=draft.ids
+        )
+        return [events.PlanReady(**self._place(draft), plan=draft.plan())]
+
+    def _start(self, draft: Draft) -> TokenStream:
+        ends = draft.model.format.closers | draft.model.tokenizer.stop_ids
+        sampling = self._options.sampling
+        self._stops = ends | sampling.stop_ids
+        stream = draft.model.generate(
+            draft.ids,
+            replace(sampling, stop_ids=self._stops),
+            anchors=draft.anchors,
+            anchor_after=ends,
+            on_progress=self._report_progress,
+        )
+        self._stream = stream
+        if self._cancelled.is_set():  # a cancel that came while the stream was being made
+            stream.cancel()
+        return stream
+
+    def _pull(self) -> list[GenerationEvent]:
+        draft = self._draft
+        assert draft is not None
+        if self._stream is None and self._cancelled.is_set():
+            return self._finish(draft, "cancelled", PathUsage(0, 0, 0))
+        stream = self._stream or self._start(draft)
+        token = None if self._stopped else next(stream, None)
+        if token is None:
+            stream.close()
+            reason = "stop" if self._stopped else stream.finish_reason
+            assert reason is not None, "an exhausted stream says why"
+            return self._finish(draft, reason, stream.usage)
+        if token.id in self._stops:
+            return []
+        return self._take(draft, self._parser.feed(token.id))
+
+    def _take(self, draft: Draft, parsed: Sequence[parsing.ParseEvent]) -> list[GenerationEvent]:
+        made: list[GenerationEvent] = []
+        for event in parsed:
+            made += self._commit(draft, "open")
+            place = self._place(draft)
+            match event:
+                case parsing.SegmentDone():
+                    self._pending = event
+                    self._answer = ""
+                case parsing.ThinkingDelta():
+                    made.append(events.ThinkingDelta(**place, text=event.text))
+                case parsing.TextDelta():
+                    made.append(events.TextDelta(**place, text=event.text))
+                    self._watch(event.text)
+                case parsing.CallStarted():
+                    made.append(events.ToolCallStarted(**place, index=event.index, name=event.name))
+                case parsing.CallDelta():
+                    made.append(events.ToolCallDelta(**place, index=event.index, text=event.text))
+        return made
+
+    def _watch(self, text: str) -> None:
+        """Look for a stop text; it may have begun in an earlier delta."""
+        if not self._options.stop:
+            return
+        self._answer += text
+        self._stopped = any(stop in self._answer for stop in self._options.stop)
+
+    def _commit(self, draft: Draft, tail: Tail) -> list[GenerationEvent]:
+        done, self._pending = self._pending, None
+        if done is None:
+            return []
+        is_call = done.kind == "tool_call"
+        segment = draft.append(
+            done.kind,
+            done.ids,
+            gap_ids=done.gap_ids,
+            tail=tail,
+            text=done.text,
+            name=done.name,
+            arguments=done.arguments,
+            call_id=(done.call_id or draft.new_call_id()) if is_call else None,
+        )
+        self._segments.append(segment)
+        place = self._place(draft)
+        finished = events.SegmentFinished(**place, segment=segment, partial=tail == "partial")
+        if not is_call:
+            return [finished]
+        index = sum(s.kind == "tool_call" for s in self._segments) - 1
+        return [events.ToolCallReady(**place, index=index, call=segment), finished]
+
+    def _finish(
+        self, draft: Draft, reason: Literal["stop", "length", "cancelled"], usage: PathUsage
+    ) -> list[GenerationEvent]:
+        made = self._take(draft, self._parser.finish(reason))
+        if reason == "stop":
+            if not self._segments and self._pending is None:  # an empty answer is an answer
+                self._pending = parsing.SegmentDone("text", (), (), "")
+            made += self._commit(draft, "closed")
+        elif self._pending is not None:
+            made += self._commit(draft, "partial" if self._pending.partial else "open")
+        self.reply = self._reply(reason, usage)
+        self.finished = True
+        made.append(events.ReplyFinished(**self._place(draft), reply=self.reply))
+        draft.finish()
+        return made
+
+    def _fail(self) -> None:
+        """Keep the text so far and release the branch; the caller raises what happened."""
+        if self.finished:
+            return
+        self.finished = True
+        draft, stream = self._draft, self._stream
+        if stream is not None:
+            stream.close()
+        if draft is None:
+            return
+        try:
+            self._take(draft, self._parser.finish("cancelled"))
+            if self._pending is not None:
+                self._commit(draft, "partial" if self._pending.partial else "open")
+        except FreetokenError:
+            pass  # the store refused: what it acknowledged stays, the first error is the news
+        finally:
+            draft.release()
+
+    def _reply(self, reason: Literal["stop", "length", "cancelled"], usage: PathUsage) -> Reply:
+        calls = tuple(s for s in self._segments if s.kind == "tool_call")
+        thoughts = [s for s in self._segments if s.kind == "thinking"]
+        finish: FinishReason = "tool_calls" if reason == "stop" and calls else reason
+        return Reply(
+            text="".join(s.text for s in self._segments if s.kind == "text"),
+            thinking="".join(s.text for s in thoughts),
+            calls=calls,
+            segments=tuple(self._segments),
+            finish_reason=finish,
+            usage=Usage(
+                input_tokens=usage.input_tokens,
+                reused_tokens=usage.reused_tokens,
+                prefill_tokens=usage.prefill_tokens,
+                output_tokens=usage.output_tokens,
+                thinking_tokens=sum(s.num_tokens for s in thoughts),
+                ttft_s=usage.ttft_s,
+                decode_s=usage.decode_s,
+                changed=usage.changed,
+            ),
+        )
+
+    def _report_progress(self, done: int, total: int) -> None:
+        report, draft = self.on_progress, self._draft
+        if report is not None and draft is not None:
+            place = self._place(draft)
+            report(events.PrefillProgress(**place, done_tokens=done, total_tokens=total))
+
+    def _place(self, draft: Draft) -> events.Place:
+        return {"session": draft.session, "branch": draft.branch, "step": self._index}
