@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import doctor, models
+from . import chat, demo, doctor, models, sessions
 from .output import command
 
 app = typer.Typer(
@@ -35,7 +35,10 @@ def _options(
 
 app.command("pull")(command(models.pull_command))
 app.command("models")(command(models.models_command))
+app.command("chat")(command(chat.chat_command))
+app.add_typer(sessions.app, name="sessions")
 app.command("doctor")(command(doctor.doctor_command))
+app.command("demo")(command(demo.demo_command))
 
 
 def main() -> None:

@@ -118,6 +118,10 @@ class Bar:
     def __call__(self, done: int, total: int) -> None:
         self._shown.update(self._task, completed=done, total=total)
 
+    def close(self) -> None:
+        """Take the bar off the terminal before the block ends."""
+        self._shown.stop()
+
     def label(self, text: str) -> None:
         self._shown.update(self._task, description=text)
 

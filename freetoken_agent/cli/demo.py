@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`demo`: what this project does, told on a real model, with times measured while it is told.
+
+The acts run in processes of their own (`demo_acts`), because one of them is killed with SIGKILL.
+Every claim that is printed was checked; one that does not hold ends the demo with an error.
+"""
+
+import json as jsonlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .demo_acts import DemoFailed, claim
+from .opening import ModelName
+from .output import Json, console, emit, error_console, wants_json
+
+Facts = dict[str, Any]
+
+_DELTAS_BEFORE_THE_KILL = 5
+
+
+def demo_command(model: ModelName = "smollm2", json: Json = False) -> None:
+    """A conversation, an edit, a kill and a new process: with prices and times."""
+    with tempfile.TemporaryDirectory(prefix="freetoken-demo-") as folder:
+        store, cold_store = Path(folder) / "store", Path(folder) / "cold"
+        told = _play_until_killed(store, model)
+        shutil.copytree(store, cold_store, ignore=shutil.ignore_patterns("states"))
+        told |= _play("continue", store, model)
+        _check_nothing_lost(told["acknowledged"], told["reopened"])
+        told |= _play("cold", cold_store, model)
+    warm, cold = told["continued"], told["cold"]
+    claim(
+        warm["text"] == cold["text"],
+        "the answer equals that of a cold prefill of the same tokens",
+        continued=warm["text"],
+        cold=cold["text"],
+    )
+    _say("\n[bold]The same tokens without any stored state[/]")
+    _say(f"  cold prefill of {cold['prefilled']} tokens: first token after {cold['ttft_s']:.2f} s")
+    _say("  its answer is the same, token for token\n")
+    emit(told, _summary(told))
+
+
+def _play_until_killed(store: Path, model: str) -> dict[str, Facts]:
+    """The first process, killed with SIGKILL while it writes its third answer."""
+    told: dict[str, Facts] = {}
+    deltas = 0
+    with _process("edit", store, model) as child:
+        for facts in _lines(child):
+            told[facts["act"]] = facts
+            _narrate(facts)
+            deltas += facts["act"] == "writing"
+            if deltas == _DELTAS_BEFORE_THE_KILL:
+                child.send_signal(signal.SIGKILL)
+        status = child.wait()
+    claim(status == -signal.SIGKILL, "the process was killed", status=status)
+    _say("\n\n[bold red]SIGKILL[/] while it was writing")
+    return told
+
+
+def _play(act: str, store: Path, model: str) -> dict[str, Facts]:
+    told: dict[str, Facts] = {}
+    with _process(act, store, model) as child:
+        for facts in _lines(child):
+            told[facts["act"]] = facts
+            _narrate(facts)
+        status = child.wait()
+    claim(status == 0, f"the process of act {act!r} ended well", status=status)
+    return told
+
+
+@contextmanager
+def _process(act: str, store: Path, model: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "freetoken_agent.cli.demo_acts", act, str(store), model]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _lines(child: "subprocess.Popen[str]") -> Iterator[Facts]:
+    assert child.stdout is not None
+    for line in child.stdout:
+        facts = jsonlib.loads(line)
+        if facts["act"] == "error":
+            raise DemoFailed(facts["message"], value=facts["code"])
+        yield facts
+
+
+def _check_nothing_lost(before: Facts, after: Facts) -> None:
+    claim(
+        before["segments"] == after["segments"] and before["ids"] == after["ids"],
+        "every acknowledged segment and token is there after the kill",
+        before=len(before["segments"]),
+        after=len(after["segments"]),
+    )
+    _say(f"  all {len(after['segments'])} acknowledged segments are there, token for token")
+
+
+def _narrate(facts: Facts) -> None:
+    """The story, as it happens."""
+    match facts["act"]:
+        case "loaded":
+            _say(f"\n[bold]A process loads the model[/] ({facts['load_s']:.1f} s)")
+        case "first":
+            _say(f"\n[cyan]user[/]    {facts['question']}")
+            _say("[yellow]tool[/]    read_notes(trip='Oslo') → 28 lines")
+            _say(f"[yellow]tool[/]    get_weather(city='Oslo') → {facts['result']}")
+            _answer(facts)
+        case "edited":
+            _say("\n[bold]The tool was wrong. Correct its result, drop the answer:[/]")
+            _say(f"[yellow]tool[/]    get_weather(city='Oslo') → {facts['result']}")
+            _say(
+                f"  [dim]the plan: {facts['input_tokens']} tokens, reuse {facts['reused_tokens']}, "
+                f"forward {facts['prefill_tokens']}; "
+                f"the edit took {facts['edit_s'] * 1e3:.1f} ms[/]"
+            )
+        case "second":
+            _answer(facts)
+            _say("  [dim]as planned[/]")
+        case "acknowledged":
+            _say(f"\n[cyan]user[/]    {facts['question']}\n[green]model[/]   ", end="")
+        case "writing":
+            _say(facts["text"], end="", markup=False)
+        case "reopened":
+            _say(f"[bold]reopens the session[/] ({facts['open_s'] * 1e3:.0f} ms)")
+        case "continued":
+            _answer(facts)
+
+
+def _answer(facts: Facts) -> None:
+    _say("[green]model[/]   ", end="")
+    _say(facts["text"].strip(), markup=False)
+    _say(
+        f"  [dim]reused {facts['reused']}, prefilled {facts['prefilled']}, "
+        f"first token after {facts['ttft_s']:.2f} s[/]"
+    )
+
+
+def _summary(told: dict[str, Facts]) -> Table:
+    table = Table("", "reused", "prefilled", "first token after", box=None, pad_edge=False)
+    rows = {
+        "first": "first answer",
+        "second": "after the edit",
+        "continued": "after the kill, new process",
+        "cold": "the same, cold",
+    }
+    for act, label in rows.items():
+        facts = told[act]
+        time_s = f"{facts['ttft_s']:.3f} s"
+        table.add_row(label, str(facts["reused"]), str(facts["prefilled"]), time_s)
+    return table
+
+
+def _say(text: str, *, end: str = "\n", markup: bool = True) -> None:
+    """The story goes to standard output, or to standard error beside a JSON report."""
+    out = error_console() if wants_json() else console()
+    out.print(text, end=end, markup=markup)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acts of `demo`, each run in a process of its own: `python -m … ACT STORE MODEL`.
+
+An act prints one JSON object per line, what it did with measured times, and checks every claim
+before it prints it. `edit` does not return: it goes on writing until its parent kills it.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from freetoken_storage.errors import FreetokenError
+
+if TYPE_CHECKING:
+    from freetoken_agent import LocalModel, Reply, ReusePlan, Session, Store
+
+SESSION = "trip"
+SYSTEM = "You are a careful travel assistant. Answer in one or two sentences."
+QUESTION = "I fly to Oslo tomorrow. Look at my notes and at the weather: what should I pack?"
+WRONG = "Oslo tomorrow: sunny, 24 degrees, no wind."
+RIGHT = "Oslo tomorrow: heavy snow, -8 degrees, strong wind."
+FOLLOW_UP = "And what do I need for the evening?"
+ANSWER_TOKENS = 40
+
+TOOLS = [
+    {
+        "name": "read_notes",
+        "description": "The traveller's notes.",
+        "parameters": {"type": "object", "properties": {"trip": {"type": "string"}}},
+    },
+    {
+        "name": "get_weather",
+        "description": "Tomorrow's weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+]
+
+
+class DemoFailed(FreetokenError):
+    """A claim of the demo did not hold on this machine."""
+
+    code = "demo_failed"
+
+
+def notes() -> str:
+    """A long tool result, so that what is reused weighs something."""
+    places = ("the harbour", "a museum", "the old town", "a client", "the island", "the library")
+    meals = ("fish soup", "waffles", "a sandwich", "dumplings", "nothing planned")
+    lines = [
+        f"day {day}, {hour}:00: {places[(day * 5 + hour) % 6]}, walk {day + hour % 7} km, "
+        f"then {meals[(day + hour) % 5]}; ticket number {day * 7919 + hour}"
+        for day in range(1, 8)
+        for hour in (9, 12, 15, 18)
+    ]
+    return "\n".join(lines)
+
+
+def claim(holds: bool, text: str, **values: object) -> None:
+    """`text` is true, or the demo ends here and says what was seen instead."""
+    if not holds:
+        raise DemoFailed(f"claimed, but not so: {text}", value=values)
+
+
+def tell(act: str, **facts: Any) -> None:
+    """One line to the parent, at once: the next instant may be the kill."""
+    typer.echo(json.dumps({"act": act} | facts))
+    sys.stdout.flush()
+
+
+def check_price(plan: "ReusePlan", reply: "Reply", what: str) -> None:
+    """What was announced is what was paid."""
+    usage = reply.usage
+    paid = (usage.input_tokens, usage.reused_tokens, usage.prefill_tokens)
+    predicted = (plan.input_tokens, plan.reused_tokens, plan.prefill_tokens)
+    claim(predicted == paid, f"{what}: predicted = paid", predicted=predicted, paid=paid)
+    claim(
+        usage.reused_tokens + usage.prefill_tokens == usage.input_tokens,
+        f"{what}: reused + prefilled = input",
+        usage=paid,
+    )
+
+
+def answered(reply: "Reply") -> dict[str, Any]:
+    return {
+        "text": reply.text,
+        "reused": reply.usage.reused_tokens,
+        "prefilled": reply.usage.prefill_tokens,
+        "ttft_s": reply.usage.ttft_s,
+    }
+
+
+def act_edit(store: "Store", model: "LocalModel") -> None:
+    """A conversation with tools, the price of an edit, the edit, the second answer; then a third
+    answer that never ends."""
+    s = store.create(SESSION, model, system=SYSTEM, tools=TOOLS)
+    s.append("user", QUESTION)
+    s.append_result(s.append_call("read_notes", {"trip": "Oslo"}), notes())
+    result = s.append_result(s.append_call("get_weather", {"city": "Oslo"}), WRONG)
+    plan = s.plan()
+    first = s.generate_sync(max_tokens=ANSWER_TOKENS)
+    check_price(plan, first, "the first answer")
+    tell("first", question=QUESTION, result=WRONG, segments=len(s.path()), **answered(first))
+
+    with s.batch("correct the weather"):
+        s.rewind(to=result)
+        price = s.replace(result, RIGHT, dry_run=True).plan
+        started = time.perf_counter()
+        s.replace(result, RIGHT)
+    edit_s = time.perf_counter() - started
+    plan = s.plan()
+    claim(price == plan, "the dry run's price is the price after the edit", dry=price, real=plan)
+    tell("edited", result=RIGHT, edit_s=edit_s, **plan.model_dump(mode="json"))
+
+    second = s.generate_sync(max_tokens=ANSWER_TOKENS)
+    check_price(plan, second, "the answer after the edit")
+    claim(second.usage.reused_tokens > second.usage.prefill_tokens, "most tokens were reused")
+    tell("second", **answered(second))
+
+    s.append("user", FOLLOW_UP)
+    asyncio.run(store.flush())
+    ids = s.ids()
+    segments = [segment.id for segment in s.path()]
+    tell("acknowledged", segments=segments, ids=ids, question=FOLLOW_UP)
+    asyncio.run(_write_until_killed(s))
+
+
+async def _write_until_killed(session: "Session") -> None:
+    async with session.generate(max_tokens=1000, temperature=1.0, seed=1) as generation:
+        async for event in generation:
+            if event.type == "text_delta":
+                tell("writing", text=event.text)
+    raise DemoFailed("the third answer ended before the kill", remedy="run the demo again")
+
+
+def act_continue(store: "Store", model: "LocalModel") -> None:
+    """The session after the kill, continued in a new process."""
+    started = time.perf_counter()
+    s = store.open(SESSION, model)
+    open_s = time.perf_counter() - started
+    tell("reopened", segments=[x.id for x in s.path()], ids=s.ids(), open_s=open_s)
+    plan = s.plan()
+    reply = s.generate_sync(max_tokens=ANSWER_TOKENS)
+    check_price(plan, reply, "the answer after the kill")
+    claim(plan.source == "disk", "the state came from disk", source=plan.source)
+    tell("continued", source=plan.source, **answered(reply))
+
+
+def act_cold(store: "Store", model: "LocalModel") -> None:
+    """The same ids without any stored state."""
+    s = store.open(SESSION, model)
+    reply = s.generate_sync(max_tokens=ANSWER_TOKENS)
+    claim(reply.usage.reused_tokens == 0, "a cold prefill reuses nothing")
+    tell("cold", **answered(reply))
+
+
+ACTS: dict[str, Callable[["Store", "LocalModel"], None]] = {
+    "edit": act_edit,
+    "continue": act_continue,
+    "cold": act_cold,
+}
+
+
+def main(act: str, folder: str, model: str) -> None:
+    """Load, play, leave. An error becomes the last line, for the parent to show."""
+    from freetoken_agent import LocalModel, Store
+
+    try:
+        started = time.perf_counter()
+        with LocalModel.load(model) as loaded, Store(Path(folder)) as store:
+            tell("loaded", load_s=time.perf_counter() - started)
+            ACTS[act](store, loaded)
+    except FreetokenError as error:
+        tell("error", code=error.code, message=str(error))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
