@@ -3,17 +3,37 @@
 
 `LocalModel` runs the engine of `freetoken_runtime`; `testing.ScriptedModel` plays scripts without
 weights. Neither knows segments: positions are token positions, the session adds the names.
+Plans and counts are the runtime's own records; its modules named here import no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from freetoken_runtime.reports import PathMiss, Token
+from freetoken_runtime.reports import ReusePlan as PathPlan
+from freetoken_runtime.reports import Usage as PathUsage
 from freetoken_storage.errors import FreetokenError
 from freetoken_storage.records import Snapshots
 
 from .template import ChatFormat
 from .tokenizer import Tokenizer
+
+__all__ = [
+    "ContextOverflow",
+    "Fingerprint",
+    "InvalidSampling",
+    "Model",
+    "ModelClosed",
+    "ModelError",
+    "ModelUnusable",
+    "PathMiss",
+    "PathPlan",
+    "PathUsage",
+    "SamplingOptions",
+    "Token",
+    "TokenStream",
+]
 
 
 class ModelError(FreetokenError):
@@ -69,53 +89,6 @@ class SamplingOptions:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int = 0
     force: tuple[int, ...] = ()  # ids fed as if they had been sampled, then sampling goes on
-
-
-@dataclass(frozen=True)
-class PathMiss:
-    """Why a plan reuses no more. `position`: the first token that could not be reused; `cause` is
-    a short stable phrase (`different_ids`, `never_computed`, `evicted`, `damaged`,
-    `fingerprint:<part>`, `no_anchor`); `tokens`: how many must be forwarded because of it."""
-
-    position: int
-    cause: str
-    tokens: int
-
-
-@dataclass(frozen=True)
-class PathPlan:
-    """What forwarding a path would cost. `reused_tokens + prefill_tokens == input_tokens`."""
-
-    input_tokens: int
-    reused_tokens: int
-    prefill_tokens: int
-    source: Literal["ram", "disk", "none"]
-    anchor: int | None  # position of the anchor used; None when nothing is reused
-    miss: PathMiss | None
-    predicted_s: float
-
-
-@dataclass(frozen=True)
-class PathUsage:
-    """What happened. `prefill_tokens` is counted by the runner from rows it really forwarded."""
-
-    input_tokens: int
-    reused_tokens: int
-    prefill_tokens: int
-    output_tokens: int = 0
-    ttft_s: float = 0.0
-    decode_s: float = 0.0
-    changed: str | None = None  # what ran between the plan and the forward pass, if it mattered
-
-
-@dataclass(frozen=True)
-class Token:
-    """One sampled id. `logprob`: natural log under the unmodified distribution; `top`: the most
-    likely (id, logprob) pairs when `logprobs` were asked for."""
-
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class TokenStream(Protocol):

@@ -110,9 +110,9 @@ class Request:
 
 
 Part = str | Think | Call | Raw | Exception
-Reply = Part | Sequence[Part]
-Step = Reply | Callable[[Request], Reply]
-Output = int | Exception
+Answer = Part | Sequence[Part]
+Step = Answer | Callable[[Request], Answer]
+Emitted = int | Exception
 
 
 class ScriptedStream:
@@ -124,7 +124,7 @@ class ScriptedStream:
         self,
         model: "ScriptedModel",
         request: Request,
-        output: Sequence[Output],
+        output: Sequence[Emitted],
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._model = model
@@ -314,9 +314,9 @@ class ScriptedModel:
         with self._lock:
             self.ledger.record(path, [*ends, len(path)])
 
-    def _play(self, step: Reply) -> list[Output]:
+    def _play(self, step: Answer) -> list[Emitted]:
         parts = [step] if isinstance(step, str | Think | Call | Raw | Exception) else list(step)
-        output: list[Output] = []
+        output: list[Emitted] = []
         items = [Item("user", text="?")]
         opener = self.format.opener(items).ids
         for part in parts:

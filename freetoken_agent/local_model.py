@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LocalModel: a tokenizer, a learned chat format and an engine in this process.
+
+This is where the agent layer meets the runtime. Importing it loads no torch; `load` does.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from freetoken_storage.records import Snapshots
+
+from .catalog import resolve
+from .model import (
+    Fingerprint,
+    ModelUnusable,
+    PathMiss,
+    PathPlan,
+    PathUsage,
+    SamplingOptions,
+    TokenStream,
+)
+from .segments import Content, as_text
+from .template import ChatFormat
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from freetoken_runtime import Engine, EngineConfig, EngineStats
+
+_NO_WEIGHTS = Fingerprint(b"", {"weights": "not loaded"})
+
+
+class LocalModel:
+    """A model whose engine runs in this process; see the `Model` protocol. A context manager.
+
+    Several sessions may use it at once, from any thread. It holds its weights until `close`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        chat_format: ChatFormat,
+        engine: "Engine | None",
+        context_limit: int,
+    ) -> None:
+        self._name = name
+        self._tokenizer = tokenizer
+        self._format = chat_format
+        self._engine = engine
+        self._context_limit = context_limit
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        config: "EngineConfig | None" = None,
+        weights: bool = True,
+    ) -> Self:
+        """Load a pulled name, a Hugging Face folder or a GGUF file.
+
+        `weights=False` reads tokenizer and template only: sessions open, count and render, and
+        nothing can be forwarded (ModelUnusable). Raises ModelNotFound, ModelUnusable (no chat
+        template), TemplateUnsupported, TokenizerUnsupported, and the runtime's errors for weights
+        and configurations, each naming the file.
+        """
+        path = resolve(source)
+        tokenizer = load_tokenizer(path)
+        if tokenizer.chat_template is None:
+            raise ModelUnusable(
+                "the model has no chat template",
+                value=str(path),
+                remedy="use an instruct model, or add chat_template.jinja to its folder",
+            )
+        chat_format = ChatFormat.learn(tokenizer.chat_template, tokenizer)
+        engine = None
+        if weights:
+            from freetoken_runtime import Engine, EngineConfig  # torch loads here, not on import
+
+            engine = Engine.load(path, config or EngineConfig())
+        return cls(_name(source, path), tokenizer, chat_format, engine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def format(self) -> ChatFormat:
+        return self._format
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return _NO_WEIGHTS if self._engine is None else self._engine.fingerprint
+
+    @property
+    def context_limit(self) -> int:
+        return self._running().context_limit
+
+    def count_tokens(self, content: Content) -> int:
+        """Tokens of a content by itself, without the frames that a session puts around it."""
+        return len(self._tokenizer.encode_content(as_text(content)))
+
+    def set_budget(
+        self, *, ram_bytes: int | None = None, vram_bytes: int | None = None
+    ) -> None:
+        """Change the memory budgets; what no longer fits is evicted now."""
+        self._running().set_budget(ram_bytes=ram_bytes, vram_bytes=vram_bytes)
+
+    def stats(self) -> "EngineStats":
+        """A picture of memory and work. Never waits for a forward pass."""
+        return self._running().stats()
+
+    def attach(self, snapshots: Snapshots) -> None:
+        if self._engine is not None:
+            self._engine.attach(snapshots)
+
+    def detach(self) -> None:
+        if self._engine is not None:
+            self._engine.detach()
+
+    def plan(self, ids: Sequence[int]) -> PathPlan:
+        if self._engine is None:
+            total = len(ids)
+            miss = PathMiss(0, "no_weights", total) if total else None
+            return PathPlan(total, 0, total, "none", None, miss, math.inf)
+        return self._engine.plan(ids)
+
+    def anchors(self, ids: Sequence[int]) -> Sequence[int]:
+        return () if self._engine is None else self._engine.anchors(ids)
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingOptions,
+        *,
+        anchors: Sequence[int] = (),
+        anchor_after: frozenset[int] = frozenset(),
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> TokenStream:
+        from freetoken_runtime import SamplingParams
+
+        return self._running().generate(
+            ids,
+            SamplingParams(**{f.name: getattr(sampling, f.name) for f in fields(sampling)}),
+            anchors=anchors,
+            anchor_after=anchor_after,
+            on_progress=on_progress,
+        )
+
+    def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
+        return self._running().warm(ids, anchors=anchors)
+
+    def forget(self, ids: Sequence[int], start: int) -> int:
+        return 0 if self._engine is None else self._engine.forget(ids, start)
+
+    def pin(self, owner: str, paths: Sequence[Sequence[int]]) -> None:
+        if self._engine is not None:
+            self._engine.pin(owner, paths)
+
+    def flush(self) -> None:
+        if self._engine is not None:
+            self._engine.flush()
+
+    def close(self) -> None:
+        """Finish pending writes and give the memory back. Does nothing the second time."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def _running(self) -> "Engine":
+        if self._engine is None:
+            raise ModelUnusable(
+                "the model was loaded without its weights",
+                value=self._name,
+                remedy="load it with weights=True",
+            )
+        return self._engine
