@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Self
 from freetoken_storage.records import Snapshots
 
 from .catalog import resolve
+from .gguf_tokenizer import load_gguf_tokenizer
+from .hf_tokenizer import HFTokenizer
 from .model import (
     Fingerprint,
     ModelUnusable,
@@ -30,6 +32,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from freetoken_runtime import Engine, EngineConfig, EngineStats
 
+_UNLIMITED = 1 << 62  # without weights nothing is forwarded, so nothing overflows
 _NO_WEIGHTS = Fingerprint(b"", {"weights": "not loaded"})
 
 
@@ -45,13 +48,11 @@ class LocalModel:
         tokenizer: Tokenizer,
         chat_format: ChatFormat,
         engine: "Engine | None",
-        context_limit: int,
     ) -> None:
         self._name = name
         self._tokenizer = tokenizer
         self._format = chat_format
         self._engine = engine
-        self._context_limit = context_limit
 
     @classmethod
     def load(
@@ -69,7 +70,7 @@ class LocalModel:
         and configurations, each naming the file.
         """
         path = resolve(source)
-        tokenizer = load_tokenizer(path)
+        tokenizer = HFTokenizer.load(path) if path.is_dir() else load_gguf_tokenizer(path)
         if tokenizer.chat_template is None:
             raise ModelUnusable(
                 "the model has no chat template",
@@ -82,7 +83,7 @@ class LocalModel:
             from freetoken_runtime import Engine, EngineConfig  # torch loads here, not on import
 
             engine = Engine.load(path, config or EngineConfig())
-        return cls(_name(source, path), tokenizer, chat_format, engine)
+        return cls(str(source), tokenizer, chat_format, engine)
 
     def __enter__(self) -> Self:
         return self
@@ -113,15 +114,13 @@ class LocalModel:
 
     @property
     def context_limit(self) -> int:
-        return self._running().context_limit
+        return _UNLIMITED if self._engine is None else self._engine.context_limit
 
     def count_tokens(self, content: Content) -> int:
         """Tokens of a content by itself, without the frames that a session puts around it."""
         return len(self._tokenizer.encode_content(as_text(content)))
 
-    def set_budget(
-        self, *, ram_bytes: int | None = None, vram_bytes: int | None = None
-    ) -> None:
+    def set_budget(self, *, ram_bytes: int | None = None, vram_bytes: int | None = None) -> None:
         """Change the memory budgets; what no longer fits is evicted now."""
         self._running().set_budget(ram_bytes=ram_bytes, vram_bytes=vram_bytes)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from freetoken_runtime.errors import ContextOverflow, InvalidSampling
+from freetoken_runtime.errors import EngineClosed as ModelClosed
 from freetoken_runtime.reports import PathMiss, Token
 from freetoken_runtime.reports import ReusePlan as PathPlan
 from freetoken_runtime.reports import Usage as PathUsage
@@ -25,7 +27,6 @@ __all__ = [
     "InvalidSampling",
     "Model",
     "ModelClosed",
-    "ModelError",
     "ModelUnusable",
     "PathMiss",
     "PathPlan",
@@ -36,39 +37,9 @@ __all__ = [
 ]
 
 
-class ModelError(FreetokenError):
-    """A request that a model refused, or a model that cannot be used.
-
-    ModelError
-    ├── ContextOverflow    more tokens than the model's context holds
-    ├── InvalidSampling    a sampling value outside its range (the field is named)
-    ├── ModelClosed        the model was closed
-    └── ModelUnusable      the files are there, but no model can be made of them
-    """
-
-    code = "model_error"
-
-
-class ContextOverflow(ModelError):
-    """The path is longer than the model's context. Nothing was forwarded."""
-
-    code = "context_overflow"
-
-
-class InvalidSampling(ModelError):
-    """A sampling value outside its range."""
-
-    code = "invalid_sampling"
-
-
-class ModelClosed(ModelError):
-    """The model was closed."""
-
-    code = "model_closed"
-
-
-class ModelUnusable(ModelError):
-    """Missing, damaged or foreign weights, or no chat template; the message names the file."""
+class ModelUnusable(FreetokenError):
+    """The model cannot do what a session needs: it has no chat template, or no weights were loaded.
+    What is wrong with its files is said by the runtime's errors."""
 
     code = "model_unusable"
 
