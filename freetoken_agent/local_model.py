@@ -109,6 +109,17 @@ class LocalModel:
         return self._format
 
     @property
+    def engine(self) -> "Engine":
+        """The engine, for work on bare ids. ModelUnusable without weights."""
+        if self._engine is None:
+            raise ModelUnusable(
+                "the model was loaded without its weights",
+                value=self._name,
+                remedy="load it with weights=True",
+            )
+        return self._engine
+
+    @property
     def fingerprint(self) -> Fingerprint:
         return _NO_WEIGHTS if self._engine is None else self._engine.fingerprint
 
@@ -122,11 +133,11 @@ class LocalModel:
 
     def set_budget(self, *, ram_bytes: int | None = None, vram_bytes: int | None = None) -> None:
         """Change the memory budgets; what no longer fits is evicted now."""
-        self._running().set_budget(ram_bytes=ram_bytes, vram_bytes=vram_bytes)
+        self.engine.set_budget(ram_bytes=ram_bytes, vram_bytes=vram_bytes)
 
     def stats(self) -> "EngineStats":
         """A picture of memory and work. Never waits for a forward pass."""
-        return self._running().stats()
+        return self.engine.stats()
 
     def attach(self, snapshots: Snapshots) -> None:
         if self._engine is not None:
@@ -157,7 +168,7 @@ class LocalModel:
     ) -> TokenStream:
         from freetoken_runtime import SamplingParams
 
-        return self._running().generate(
+        return self.engine.generate(
             ids,
             SamplingParams(**{f.name: getattr(sampling, f.name) for f in fields(sampling)}),
             anchors=anchors,
@@ -166,7 +177,7 @@ class LocalModel:
         )
 
     def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
-        return self._running().warm(ids, anchors=anchors)
+        return self.engine.warm(ids, anchors=anchors)
 
     def forget(self, ids: Sequence[int], start: int) -> int:
         return 0 if self._engine is None else self._engine.forget(ids, start)
@@ -183,12 +194,3 @@ class LocalModel:
         """Finish pending writes and give the memory back. Does nothing the second time."""
         if self._engine is not None:
             self._engine.close()
-
-    def _running(self) -> "Engine":
-        if self._engine is None:
-            raise ModelUnusable(
-                "the model was loaded without its weights",
-                value=self._name,
-                remedy="load it with weights=True",
-            )
-        return self._engine
