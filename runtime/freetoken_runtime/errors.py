@@ -9,6 +9,7 @@ FreetokenError
     ├── UnsupportedQuantization    a quantisation or tensor type that cannot be loaded
     ├── InvalidConfig              an engine setting outside its limits
     ├── InvalidSampling            a sampling field outside its limits
+    ├── ConstraintDeadEnd          a token constraint that leaves no token to sample
     ├── InvalidIds                 token ids outside the vocabulary, or none at all
     ├── InvalidAnchors             anchor positions outside the path
     ├── ContextOverflow            more tokens than the context holds
@@ -64,6 +65,12 @@ class InvalidSampling(EngineError):
     """A sampling field outside its limits; the message names field, value and limit."""
 
     code = "invalid_sampling"
+
+
+class ConstraintDeadEnd(EngineError):
+    """A token constraint excluded the whole vocabulary. The request ends, the path stays."""
+
+    code = "constraint_dead_end"
 
 
 class InvalidIds(EngineError):

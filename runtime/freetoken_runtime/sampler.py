@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a row of logits to a token id.
+
+Order, as in transformers: constraint, penalties, temperature, top-k, top-p, min-p, draw. The draw
+at path position p uses one uniform number that depends on (seed, p) alone, so a request samples
+the same ids alone, in a batch, and when it is continued later from the same path.
+"""
+
+import hashlib
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from .errors import ConstraintDeadEnd, EngineFault, InvalidSampling
+
+MAX_LOGPROBS = 1000
+_NUCLEUS = 1024  # candidates tried for top-p before the whole vocabulary is sorted
+
+
+class TokenConstraint(Protocol):
+    """Restricts the next token. Mutable; one per request. Knows ids only."""
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the output so far may end here."""
+
+    def mask(self, row: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        """Set the logits [vocab] of every id that may not come next to -inf, in place."""
+
+    def accept(self, token_id: int) -> None:
+        """Advance by an id that was allowed."""
+
+    def forced(self) -> Sequence[int]:
+        """The ids that must come next in any case; may be empty."""
+
+    def copy(self) -> "TokenConstraint": ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. InvalidSampling names the field, its value and the limit.
+
+    `repetition_penalty` looks at the whole path, `presence_penalty` and `frequency_penalty` at the
+    ids this request produced. `force`: ids fed as if they had been sampled, then sampling goes on.
+    `logprobs`: how many of the most likely ids to report. `seed=None` draws one.
+    """
+
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int = 0
+    force: Sequence[int] | None = None
+    constraint: TokenConstraint | None = None
+
+    def __post_init__(self) -> None:
+        _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _number("temperature", self.temperature, 0.0, 1000.0)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1000.0, above=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**63 - 1)
+        _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """InvalidSampling if a stop id, a forced id or `logprobs` exceeds the vocabulary."""
+        for name, ids in (("stop_ids", self.stop_ids), ("force", self.force or ())):
+            for token_id in ids:
+                _whole(name, token_id, 0, vocab_size - 1)
+        _whole("logprobs", self.logprobs, 0, vocab_size)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One sampled id. `logprob`: natural log under the unmodified distribution; `top`: the most
+    likely (id, logprob) pairs, best first, when `logprobs` were asked for."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses the tokens of one request. Mutable; used by one thread at a time.
+
+    `path`: the ids before the first token that will be sampled."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int, path: Sequence[int]) -> None:
+        params.check_ids(vocab_size)
+        self.params = params
+        self._position = len(path)
+        self._seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._force = list(reversed(params.force or ()))
+        self._constraint = params.constraint.copy() if params.constraint is not None else None
+        self._seen = set(path) if params.repetition_penalty != 1.0 else None
+        self._counts: torch.Tensor | None = None
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts = torch.zeros(vocab_size)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor) -> Token:
+        """logits [vocab] fp32 of the path's last position -> the next token, which joins the path.
+        The row is not changed. EngineFault if it holds NaN or no finite value."""
+        peak = float(logits.max())
+        if not math.isfinite(peak):
+            raise EngineFault("the logits are not finite", value=peak)
+        token_id = self._choose(logits)
+        token = self._report(logits, token_id)
+        self._position += 1
+        if self._constraint is not None:
+            self._constraint.accept(token_id)
+        if self._seen is not None:
+            self._seen.add(token_id)
+        if self._counts is not None:
+            self._counts[token_id] += 1
+        return token
+
+    def is_stop(self, token_id: int) -> bool:
+        return token_id in self.params.stop_ids
+
+    def _choose(self, logits: torch.Tensor) -> int:
+        if self._force:
+            return self._force.pop()
+        scores = self._penalised(self._constrained(logits))
+        if self.params.temperature == 0.0:
+            return int(scores.argmax())
+        ids, weights = candidates(scores, self.params)
+        sums = weights.double().cumsum(0)
+        total = float(sums[-1])
+        target = uniform(self._seed, self._position) * total
+        below = math.nextafter(total, 0.0)  # rounding must not lead past the last nonzero weight
+        return int(ids[int(torch.searchsorted(sums, min(target, below), right=True))])
+
+    def _constrained(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._constraint is None:
+            return logits
+        forced = self._constraint.forced()
+        scores = logits.clone()
+        if forced:
+            kept = scores[forced[0]].clone()
+            scores.fill_(-math.inf)[forced[0]] = kept
+        else:
+            self._constraint.mask(scores.numpy())
+        if float(scores.max()) == -math.inf:
+            raise ConstraintDeadEnd(
+                "the constraint allows no token", value=f"position {self._position}"
+            )
+        return scores
+
+    def _penalised(self, scores: torch.Tensor) -> torch.Tensor:
+        params = self.params
+        if self._seen is None and self._counts is None:
+            return scores
+        scores = scores.clone()
+        if self._seen:
+            ids = torch.tensor(sorted(self._seen))
+            old = scores[ids]
+            penalty = params.repetition_penalty
+            scores[ids] = torch.where(old < 0, old * penalty, old / penalty)
+        if self._counts is not None:
+            scores -= params.frequency_penalty * self._counts
+            scores -= params.presence_penalty * (self._counts > 0)
+        return scores
+
+    def _report(self, logits: torch.Tensor, token_id: int) -> Token:
+        total = logits.logsumexp(0)
+        logprob = float(logits[token_id] - total)
+        if not self.params.logprobs:
+            return Token(token_id, logprob)
+        values, ids = logits.topk(self.params.logprobs)
+        pairs = zip(ids.tolist(), (values - total).tolist(), strict=True)
+        return Token(token_id, logprob, tuple(pairs))
+
+
+def candidates(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids that may be drawn and their weights (not normalised), by ascending id, or by
+    descending weight where top-p had to sort them. scores [vocab] fp32, temperature > 0."""
+    scaled = (scores - scores.max()) / params.temperature  # the best is 0: no overflow
+    ids: torch.Tensor | None = None
+    if 0 < params.top_k < len(scaled):
+        ids = _at_least(scaled, scaled.topk(params.top_k).values[-1])
+    if params.top_p < 1.0:
+        ids = _nucleus(scaled, ids, params.top_p)
+    if ids is None:
+        ids = _at_least(scaled, torch.tensor(-math.inf))
+    if params.min_p > 0.0:
+        ids = ids[scaled[ids] >= math.log(params.min_p)]
+    return ids, scaled[ids].exp()
+
+
+def _at_least(scaled: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    return (scaled >= bound).nonzero()[:, 0]
+
+
+def _nucleus(scaled: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> torch.Tensor:
+    """The fewest most likely ids whose mass reaches top_p, best first; ties by ascending id."""
+    mass = float(scaled.double().exp().sum() if ids is None else scaled[ids].double().exp().sum())
+    if ids is None:
+        count = min(_NUCLEUS, len(scaled))
+        ids = _at_least(scaled, scaled.topk(count).values[-1])
+    values, order = scaled[ids].sort(descending=True, stable=True)
+    before = values.double().exp().cumsum(0) - values.double().exp()
+    kept = int((before < top_p * mass).sum())
+    if kept == len(ids) < len(scaled) and float(before[-1] + values[-1].exp()) < top_p * mass:
+        return _nucleus(scaled, torch.arange(len(scaled)), top_p)  # flat: sort everything
+    return ids[order[:kept]]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on seed and position only, on every machine."""
+    key = seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little")
+    bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+    return (bits >> 11) * 2.0**-53
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidSampling(f"{name} is invalid", value=value, limit=f"integer {low} to {high}")
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        start = f"above {low:g}, at most" if above else f"{low:g} to"
+        raise InvalidSampling(f"{name} is invalid", value=value, limit=f"{start} {high:g}")
