@@ -8,7 +8,7 @@ Plans and counts are the runtime's own records; its modules named here import no
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from freetoken_runtime.errors import ContextOverflow, InvalidSampling
 from freetoken_runtime.errors import EngineClosed as ModelClosed
@@ -21,10 +21,14 @@ from freetoken_storage.records import Snapshots
 from .template import ChatFormat
 from .tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from .local_model import LocalModel as LocalModel
+
 __all__ = [
     "ContextOverflow",
     "Fingerprint",
     "InvalidSampling",
+    "LocalModel",
     "Model",
     "ModelClosed",
     "ModelUnusable",
@@ -146,3 +150,12 @@ class Model(Protocol):
         """Return when every captured state is on disk."""
 
     def close(self) -> None: ...
+
+
+def __getattr__(name: str) -> object:
+    """`LocalModel` on first use: it brings the tokenizer library, which the protocol must not."""
+    if name == "LocalModel":
+        from .local_model import LocalModel
+
+        return LocalModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real models, each with a second engine of its own for cold prefills."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from freetoken_agent.byte_tokenizer import CHATML_CONTROLS
+from freetoken_agent.catalog import ModelNotFound, resolve
+from freetoken_agent.model import LocalModel
+from freetoken_agent.proofs import Gold
+from freetoken_agent.testing import CHATML
+from freetoken_runtime import Engine, EngineConfig
+from freetoken_runtime.testing import build_checkpoint
+
+ONE_THREAD = EngineConfig(dtype="float32", threads=1)
+
+
+def _byte_symbols() -> list[str]:
+    """GPT-2's printable stand-in for each byte value."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = iter(range(256, 512))
+    return [chr(b) if b in shown else chr(next(hidden)) for b in range(256)]
+
+
+def _write_byte_tokenizer(folder: Path) -> None:
+    """Ids 0-255 are bytes and the ChatML controls follow: the ids of `ByteTokenizer`."""
+    added = [
+        {
+            "id": 256 + index,
+            "content": literal,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for index, literal in enumerate(CHATML_CONTROLS)
+    ]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    definition = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {symbol: byte for byte, symbol in enumerate(_byte_symbols())},
+            "merges": [],
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    config = {"eos_token": "<|im_end|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama over bytes, as a Hugging Face folder with a ChatML template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    build_checkpoint(
+        folder, "llama", vocab_size=256 + len(CHATML_CONTROLS), bos_token_id=256, eos_token_id=258
+    )
+    _write_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gold(tiny_folder: Path) -> Iterator[Gold]:
+    engine = Engine.load(tiny_folder, ONE_THREAD)
+    yield Gold(engine)
+    engine.close()
+
+
+@pytest.fixture
+def tiny(tiny_folder: Path) -> Iterator[LocalModel]:
+    with LocalModel.load(tiny_folder, config=ONE_THREAD) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    try:
+        return resolve("smollm2")
+    except ModelNotFound:
+        pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gold(smollm2_path: Path) -> Iterator[Gold]:
+    engine = Engine.load(smollm2_path, EngineConfig(dtype="float32"))
+    yield Gold(engine)
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Iterator[LocalModel]:
+    """Shared by the tests of a run: states of one test may serve another, counts say so."""
+    with LocalModel.load(smollm2_path, config=EngineConfig(dtype="float32")) as model:
+        yield model
