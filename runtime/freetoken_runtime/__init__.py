@@ -1,2 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: token ids in, token ids out. It knows no chat and no text."""
+"""The engine: token ids in, token ids out. It knows no chat and no text.
+
+Names are loaded when they are first used: importing the package imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .engine import Engine
+    from .generation import Generation
+    from .reports import EngineStats, PathMiss, ReusePlan, Usage
+    from .sampler import SamplingParams, Token, TokenConstraint
+    from .state.digest import Fingerprint
+
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "Fingerprint",
+    "Generation",
+    "PathMiss",
+    "ReusePlan",
+    "SamplingParams",
+    "Token",
+    "TokenConstraint",
+    "Usage",
+]
+
+_HOMES = {
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "EngineStats": "reports",
+    "Fingerprint": "state.digest",
+    "Generation": "generation",
+    "PathMiss": "reports",
+    "ReusePlan": "reports",
+    "SamplingParams": "sampler",
+    "Token": "sampler",
+    "TokenConstraint": "sampler",
+    "Usage": "reports",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,7 @@ place, the other gets a tail of its own. Only the owner thread changes sequences
 and `anchors` may be read from any thread.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, WeakSet
@@ -79,7 +80,7 @@ class Spaces:
         """Copy the used rows of `old` into a buffer of `capacity` rows and let every sequence look
         at the copy, so that what was shared stays shared. `old` is freed with its last view."""
         holders = list(self._holders.get(old, ()))
-        assert all(sequence._pending == 0 for sequence in holders), "moved during a pass"
+        assert all(holder._writes_to() is not old for holder in holders), "moved while written"
         spans = [span for sequence in holders for span in sequence.spans if span.buffer is old]
         low = min(span.start for span in spans)
         high = max(span.stop for span in spans)
@@ -88,6 +89,17 @@ class Spaces:
         for sequence in holders:
             sequence._repoint(old, new, -low)
         return new
+
+    def bytes_for(self, rows: int) -> int:
+        """Bytes of a new buffer with room for `rows` rows."""
+        return self.pool.capacity_for(rows) * self.pool.layout.token_bytes
+
+    def tighten(self, buffer: KVBuffer) -> None:
+        """Copy the rows in use to a buffer of their size if they are less than half of this one."""
+        used = self.used_rows(buffer)
+        promised = max((holder.reserved for holder in self._holders.get(buffer, ())), default=0)
+        if 0 < used and self.pool.capacity_for(used + promised) < buffer.capacity / 2:
+            self.move(buffer, used)
 
     def used_rows(self, buffer: KVBuffer) -> int:
         """Rows between the first and the last one that a sequence looks at."""
@@ -111,6 +123,7 @@ class Sequence:
         self.anchors: dict[int, torch.Tensor] = {}  # position -> hidden row [H] of its last token
         self._ids: Ids = np.empty(64, dtype=np.int32)
         self._length = 0
+        self.reserved = 0  # rows still to come that have room already
         self._pending = 0  # rows of the pass under way
         self._write_at: tuple[KVBuffer, int] | None = None
 
@@ -141,6 +154,7 @@ class Sequence:
         """Make the next `begin`s of `rows` rows in all allocate at most once, now."""
         if self._growth(rows):
             self._make_tail(rows)
+        self.reserved = rows
 
     def begin(self, rows: int) -> None:
         """Claim room for the rows of a pass. `commit` or `abort` ends it."""
@@ -159,6 +173,13 @@ class Sequence:
         assert pair is not None, layer
         pair[0][start : start + self._pending].copy_(k)
         pair[1][start : start + self._pending].copy_(v)
+
+    def load(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Store the rows of this pass for all layers at once, from named tensors [L, n, H, D]."""
+        assert self._write_at is not None, "load outside begin and commit"
+        buffer, start = self._write_at
+        for name, target in buffer.rows(start, start + self._pending).items():
+            target.copy_(rows[name])
 
     def pieces(self, layer: int, *, new: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of a layer's rows in path order, each [S, H, D] with S >= 1; with `new` the last
@@ -180,6 +201,7 @@ class Sequence:
         last = self.spans[-1]
         self.spans[-1] = replace(last, stop=last.stop + self._pending)
         self._length += self._pending
+        self.reserved = max(0, self.reserved - self._pending)
         self._pending, self._write_at = 0, None
 
     def abort(self) -> None:
@@ -221,10 +243,9 @@ class Sequence:
 
     def settle(self) -> None:
         """Give back what no sequence looks at: buffers used to less than half are copied tight."""
+        self.reserved = 0
         for buffer in {id(span.buffer): span.buffer for span in self.spans}.values():
-            used = self._spaces.used_rows(buffer)
-            if 0 < self._spaces.pool.capacity_for(used) < buffer.capacity / 2:
-                self._spaces.move(buffer, used)
+            self._spaces.tighten(buffer)
 
     def close(self) -> None:
         """Let go of every row."""
@@ -238,6 +259,9 @@ class Sequence:
         return sum({id(s.buffer): s.buffer.size_bytes for s in self.spans}.values())
 
     # -- inside
+
+    def _writes_to(self) -> KVBuffer | None:
+        return self._write_at[0] if self._write_at is not None else None
 
     def _at_mark(self) -> bool:
         return bool(self.spans) and self.spans[-1].stop == self.spans[-1].buffer.mark

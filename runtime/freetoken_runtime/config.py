@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was asked of the engine, checked at once; and the machine it was asked on.
+
+The environment is read here and nowhere else, by `read_host`. `resolve` is pure: the same
+question on the same machine gives the same answer.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .errors import InvalidConfig
+
+DType = Literal["auto", "float32", "bfloat16"]
+Quant = Literal["int8", "int4"]
+
+MAX_THREADS = 256
+MAX_CHUNK = 8192
+MAX_BATCH = 256
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine. None means: chosen for this machine. InvalidConfig, naming field,
+    value and limit, for anything else.
+
+    dtype             of weights that are not quantised: "float32" or "bfloat16"; "auto" is float32
+    quant             None, "int8" (per channel) or "int4" (groups) for linear layers
+    threads           compute threads
+    ram_budget_bytes  weights, states and working memory together
+    prefill_chunk     rows of one prompt that are forwarded in one pass
+    max_batch         sequences that decode in one pass
+    anchor_interval   tokens between the interior anchors of layers that cannot be sliced
+    """
+
+    dtype: DType = "auto"
+    quant: Quant | None = None
+    threads: int | None = None
+    ram_budget_bytes: int | None = None
+    prefill_chunk: int = 256
+    max_batch: int = 8
+    anchor_interval: int = 1024
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("quant", self.quant, (None, "int8", "int4"))
+        if self.threads is not None:
+            _within("threads", self.threads, 1, MAX_THREADS)
+        if self.ram_budget_bytes is not None:
+            _within("ram_budget_bytes", self.ram_budget_bytes, 1, 1 << 50)
+        _within("prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)
+        _within("max_batch", self.max_batch, 1, MAX_BATCH)
+        _within("anchor_interval", self.anchor_interval, 1, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the machine offers this process."""
+
+    cores: int
+    memory_bytes: int
+    threads: int | None  # OMP_NUM_THREADS, where it is set
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """An EngineConfig without open questions."""
+
+    dtype: Literal["float32", "bfloat16"]
+    quant: Quant | None
+    threads: int
+    ram_budget_bytes: int
+    prefill_chunk: int
+    max_batch: int
+    anchor_interval: int
+
+
+def resolve(config: EngineConfig, host: Host) -> ResolvedConfig:
+    """Answer what the config left open: float32 (the fastest prefill on CPUs without matrix units,
+    and exact), the threads of OMP_NUM_THREADS or one per core, three quarters of the memory."""
+    return ResolvedConfig(
+        dtype="float32" if config.dtype == "auto" else config.dtype,
+        quant=config.quant,
+        threads=config.threads or host.threads or host.cores,
+        ram_budget_bytes=config.ram_budget_bytes or host.memory_bytes * 3 // 4,
+        prefill_chunk=config.prefill_chunk,
+        max_batch=config.max_batch,
+        anchor_interval=config.anchor_interval,
+    )
+
+
+def read_host(environment: Mapping[str, str] | None = None) -> Host:
+    """Look at the machine: cores this process may use, memory within its control group."""
+    environment = os.environ if environment is None else environment
+    threads = environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file():
+        text = limit.read_text().strip()
+        memory = min(memory, int(text)) if text.isdigit() else memory
+    return Host(
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory,
+        threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
+    )
+
+
+def _one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise InvalidConfig(f"unknown {field}", value=value, limit=f"one of {list(allowed)}")
+
+
+def _within(field: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidConfig(
+            f"{field} is out of range", value=value, limit=f"an integer from {low} to {high}"
+        )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine divides its memory. Pure: a spec and a configuration in, bytes out."""
+
+from dataclasses import dataclass
+from math import prod
+
+from .config import ResolvedConfig
+from .errors import BudgetTooSmall
+from .spec import ModelSpec
+
+_FP32 = 4
+_BLOCK = 64  # tokens of a stored block; one is staged while restoring, one while writing
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose. `states_bytes` is what is left for KV rows and anchors."""
+
+    budget_bytes: int
+    weights_bytes: int
+    working_bytes: int
+    token_bytes: int
+
+    @property
+    def states_bytes(self) -> int:
+        return self.budget_bytes - self.weights_bytes - self.working_bytes
+
+
+def plan_memory(
+    spec: ModelSpec, config: ResolvedConfig, weights_bytes: int, budget_bytes: int
+) -> MemoryPlan:
+    """Divide the budget. BudgetTooSmall if not even one block of states would fit."""
+    token_bytes = spec.bytes_per_token(_FP32)
+    working = working_bytes(spec, config)
+    needed = weights_bytes + working + _BLOCK * token_bytes
+    if budget_bytes < needed:
+        raise BudgetTooSmall(
+            "the memory budget does not hold the model",
+            value=budget_bytes,
+            limit=f"at least {needed} bytes: weights {weights_bytes}, working memory {working}",
+            remedy="raise ram_budget_bytes, quantise the weights or lower prefill_chunk",
+        )
+    return MemoryPlan(budget_bytes, weights_bytes, working, token_bytes)
+
+
+def working_bytes(spec: ModelSpec, config: ResolvedConfig) -> int:
+    """An upper bound of what passes allocate: a chunk's activations in the widest layer, logits of
+    a full batch, one dequantised matrix, blocks under way to and from disk."""
+    widest = 0
+    matrix = 0
+    for layer in spec.layers:
+        shapes = {
+            **layer.mixer.parameter_shapes(spec.hidden_size),
+            **layer.feed_forward.parameter_shapes(spec.hidden_size),
+        }
+        widest = max(widest, sum(shape[0] for shape in shapes.values() if len(shape) == 2))
+        matrix = max(matrix, *(prod(shape) for shape in shapes.values()))
+    rows = config.prefill_chunk + config.max_batch
+    activations = rows * (4 * spec.hidden_size + 2 * widest) * _FP32
+    logits = 3 * config.max_batch * spec.vocab_size * _FP32
+    dequantised = matrix * _FP32 if config.quant or config.dtype != "float32" else 0
+    blocks = 4 * _BLOCK * spec.bytes_per_token(_FP32)
+    return activations + logits + dequantised + blocks

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine says about its work: prices before, counts after."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class PathMiss:
+    """Why a plan reuses no more. `position`: the first token that could not be reused; `tokens`:
+    how many are forwarded because of it. `cause` is one of
+
+    different_ids      a known path goes on with other ids
+    never_computed     nothing known goes on from here
+    evicted            it was known and gave way to other states
+    damaged            it was stored and failed its checksum
+    no_anchor          the rows are known, the hidden row that answers without a forward is not
+    fingerprint:<part> the store holds it for a model that differs in <part>
+    """
+
+    position: int
+    cause: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ReusePlan:
+    """What forwarding a path would cost. `reused_tokens + prefill_tokens == input_tokens`."""
+
+    input_tokens: int
+    reused_tokens: int
+    prefill_tokens: int
+    source: Literal["ram", "disk", "none"]
+    anchor: int | None  # position of the state that is restored; None when nothing is reused
+    miss: PathMiss | None
+    predicted_s: float
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What happened. `prefill_tokens` is counted by the runner from rows it really forwarded."""
+
+    input_tokens: int
+    reused_tokens: int
+    prefill_tokens: int
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    changed: str | None = None  # what ran between the plan and the forward pass, if it mattered
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A picture of the engine. Bytes are counted per allocation, once."""
+
+    weights_bytes: int
+    state_bytes: int  # KV allocations and anchors' rows in RAM
+    working_bytes: int  # set aside for activations
+    ram_budget_bytes: int
+    resident_paths: int
+    running: int
+    waiting: int
+    forward_rows: int  # rows forwarded since load, by every request
+    forward_s: float  # seconds the owner thread spent in forward passes and logits
+    reused_rows: int
+    restored_bytes: int  # read back from the store
+    persisted_bytes: int
+    persist_backlog_bytes: int
+    evicted_paths: int
+    compute_threads: int
+    store_error: str | None = None  # the last write error that no flush has reported yet

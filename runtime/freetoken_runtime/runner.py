@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward pass: rows of several sequences in, hidden rows out. Counts what it forwards.
+
+It decides the kernel form of each sequence's rows from that sequence alone, so that no neighbour
+changes a token, and knows nothing of requests.
+"""
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .batch import Batch, Form, RowGroup, SequenceRows
+from .models.decoder import Decoder
+from .state.digest import Ids
+from .state.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Work:
+    """The next ids of one sequence. `wanted`: offsets of the ids whose hidden rows are returned."""
+
+    sequence: Sequence
+    ids: Ids
+    wanted: tuple[int, ...]
+
+
+class Runner:
+    """Owner thread only. `rows` and `seconds` grow with every pass."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.vocab_size = decoder.spec.vocab_size
+        self.rows = 0
+        self.seconds = 0.0
+
+    def forward(self, works: SequenceOf[Work]) -> list[torch.Tensor]:
+        """Forward the ids of each work and make its rows permanent. Returns the wanted hidden rows
+        of each, [wanted, H] fp32, in the order given. If it raises, no sequence has changed."""
+        started = time.perf_counter()
+        begun: list[Sequence] = []
+        try:
+            for work in works:
+                work.sequence.begin(len(work.ids))
+                begun.append(work.sequence)
+            batch, starts = self._batch(works)
+            rows = [
+                start + w for start, work in zip(starts, works, strict=True) for w in work.wanted
+            ]
+            hidden = self._decoder.forward(batch, torch.tensor(rows, dtype=torch.int64))
+        except BaseException:
+            for sequence in begun:
+                sequence.abort()
+            raise
+        for work in works:
+            work.sequence.commit(work.ids)
+        self.rows += len(batch.ids)
+        self.seconds += time.perf_counter() - started
+        return list(torch.split(hidden, [len(work.wanted) for work in works]))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] -> [n, V] fp32; a row's logits do not depend on the rows beside it."""
+        started = time.perf_counter()
+        logits = self._decoder.logits(hidden)
+        self.seconds += time.perf_counter() - started
+        return logits
+
+    def _batch(self, works: SequenceOf[Work]) -> tuple[Batch, list[int]]:
+        """Works with many rows first; returns also where each work's rows start."""
+        few = [len(work.ids) < self._decoder.few_rows for work in works]
+        starts = [0] * len(works)
+        sequences: list[SequenceRows] = []
+        groups: list[RowGroup] = []
+        ids, positions = [], []
+        start = 0
+        for index in sorted(range(len(works)), key=few.__getitem__):
+            work = works[index]
+            stop = start + len(work.ids)
+            starts[index] = start
+            sequences.append(SequenceRows(work.sequence, start, stop))
+            form = Form.FEW if few[index] else Form.MANY
+            joins = form is Form.MANY or self._decoder.few_rows_batch
+            if joins and groups and groups[-1].form is form:
+                groups[-1] = RowGroup(groups[-1].start, stop, form)
+            else:
+                groups.append(RowGroup(start, stop, form))
+            ids.append(work.ids)
+            positions.append(np.arange(work.sequence.length, work.sequence.length + len(work.ids)))
+            start = stop
+        batch = Batch(
+            ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
+            positions=torch.from_numpy(np.concatenate(positions)),
+            sequences=sequences,
+            groups=groups,
+        )
+        return batch, starts

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States in a snapshot store: how they are named, laid out, found and read back.
+
+    catalog ── fingerprint d(0) ── d(64) ── d(128) ── …      full blocks, 64 tokens each
+                                     │        └ d(150)       a short block: an anchor's last rows
+                                     └ anchor(d(128))        the hidden row at 128
+
+A block holds the KV rows of all layers for its own tokens (`k0 v0 …`, one pair per row shape,
+[L, rows, H, D]) and its ids in the record's meta, so that a path can be found that shares only a
+part of a block. An anchor's row hangs off the full block before it, with the ids from there to it,
+and counts only where the rows are found.
+"""
+
+import json
+import struct
+import threading
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from freetoken_storage.errors import StoreDamaged
+from freetoken_storage.records import Snapshot, SnapshotInfo, SnapshotReader, Snapshots
+
+from .buffers import StateLayout
+from .digest import (
+    BLOCK,
+    Fingerprint,
+    Ids,
+    anchor_digest,
+    as_ids,
+    catalog_digest,
+    chain,
+    digest_at,
+)
+from .prefix import shared_rows
+from .sequence import PathView, Sequence
+
+_META = struct.Struct("<4sII")  # magic, position of the first id, ids
+_BLOCK = b"KVB1"
+_ROW = b"ROW1"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored block and how many of its leading rows a path can use."""
+
+    digest: bytes
+    start: int
+    stored_rows: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class DiskMatch:
+    """What a store holds of a path: rows [0, position), the pieces from the boundary at or below
+    `floor` on, and whether the hidden row at the path's end is there."""
+
+    position: int
+    pieces: tuple[Piece, ...]
+    row_known: bool
+    goes_on: bool  # the store continues from there with other ids
+
+
+NOTHING = DiskMatch(0, (), False, False)
+
+
+class DiskStates:
+    """The states of one fingerprint in one store. Thread-safe; holds no tensor of its own but one
+    staging block, which the owner thread uses."""
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        origin: Fingerprint,
+        layout: StateLayout,
+        hidden: tuple[int, torch.dtype],
+    ) -> None:
+        self.snapshots = snapshots
+        self.origin = origin
+        self._layout = layout
+        self._hidden_size, self._hidden_dtype = hidden
+        self._lock = threading.Lock()
+        self._damaged: set[bytes] = set()
+        self._staging = torch.empty(max(1, layout.token_bytes * BLOCK), dtype=torch.uint8)
+
+    # -- finding
+
+    def boundaries(self, ids: Ids) -> list[bytes]:
+        """d(0), d(64), … of a path."""
+        return chain(self.origin.digest, ids)
+
+    def match(self, ids: Ids, floor: int = 0) -> DiskMatch:
+        """The longest stored prefix of `ids`; rows before `floor` are at hand already."""
+        names = self.boundaries(ids)
+        with self.snapshots.reader() as reader:
+            depth = _deepest(reader, names)
+            start = depth * BLOCK
+            first = floor // BLOCK
+            pieces = [Piece(names[i + 1], i * BLOCK, BLOCK, BLOCK) for i in range(first, depth)]
+            partial, goes_on = self._partial(
+                reader, names[depth], ids[start : start + BLOCK], start
+            )
+            if partial is not None:
+                pieces.append(partial)
+            position = start + (partial.rows if partial else 0)
+            row_known = False
+            if position == len(ids) > 0:
+                name = anchor_digest(digest_at(names, ids, position))
+                row_known = _info(reader, name) is not None
+        return DiskMatch(position, tuple(pieces), row_known, goes_on)
+
+    def _partial(
+        self, reader: SnapshotReader, parent: bytes, wanted: Ids, start: int
+    ) -> tuple[Piece | None, bool]:
+        """The child block of `parent` that shares most ids with `wanted`."""
+        best: Piece | None = None
+        continues = False
+        for digest in self.snapshots.children(parent):
+            info = _info(reader, digest)
+            ids = None if info is None else _ids_of(info.meta, _BLOCK, start)
+            if ids is None:
+                continue
+            rows = shared_rows(ids, wanted)
+            continues = continues or (rows < len(ids) and rows < len(wanted))
+            if rows > (best.rows if best else 0):
+                best = Piece(digest, start, len(ids), rows)
+        return best, continues
+
+    def foreign(self, ids: Ids) -> str | None:
+        """`fingerprint:<part>` if the store holds a part of this path for another model."""
+        for digest in self.snapshots.children(catalog_digest()):
+            if digest == self.origin.digest:
+                continue
+            with self.snapshots.reader() as reader:
+                info = _info(reader, digest)
+                if info is None:
+                    continue
+                names = chain(digest, ids[:BLOCK])
+                known = len(names) > 1 and _info(reader, names[1]) is not None
+                if not known:
+                    known = self._partial(reader, digest, ids[:BLOCK], 0)[0] is not None
+            if known:
+                other = Fingerprint(digest, json.loads(info.meta))
+                return f"fingerprint:{self.origin.difference(other)}"
+        return None
+
+    def was_damaged(self, digest: bytes) -> bool:
+        """Whether this process found the stored state damaged and removed it."""
+        with self._lock:
+            return digest in self._damaged
+
+    # -- reading (owner thread)
+
+    def restore(self, sequence: Sequence, match: DiskMatch, ids: Ids) -> int:
+        """Append the pieces beyond the sequence's rows to it; returns the bytes read. A damaged
+        piece is removed from the store and ends the restore: the rows before it stay."""
+        read = 0
+        with self.snapshots.reader() as reader:
+            for piece in match.pieces:
+                skip = sequence.length - piece.start
+                rows = piece.rows - skip
+                if rows <= 0:
+                    continue
+                buffers = self._stage(piece.stored_rows)
+                try:
+                    reader.read_into(piece.digest, _memory(buffers))
+                except (StoreDamaged, KeyError):
+                    self._discard(piece.digest)
+                    return read
+                sequence.begin(rows)
+                sequence.load(
+                    {name: block[:, skip : piece.rows] for name, block in buffers.items()}
+                )
+                sequence.commit(ids[sequence.length : sequence.length + rows])
+                read += self._layout.token_bytes * piece.stored_rows
+        self.snapshots.touch([piece.digest for piece in match.pieces])
+        return read
+
+    def restore_row(self, ids: Ids) -> torch.Tensor | None:
+        """The hidden row at the end of `ids`, or None."""
+        name = anchor_digest(digest_at(self.boundaries(ids), ids, len(ids)))
+        row = torch.empty(self._hidden_size, dtype=self._hidden_dtype)
+        try:
+            with self.snapshots.reader() as reader:
+                reader.read_into(name, _memory({"row": row}))
+        except KeyError:
+            return None
+        except StoreDamaged:
+            self._discard(name)
+            return None
+        return row
+
+    def _stage(self, rows: int) -> dict[str, torch.Tensor]:
+        """The staging block as named tensors [L, rows, H, D]."""
+        buffers: dict[str, torch.Tensor] = {}
+        offset = 0
+        for index, group in enumerate(self._layout.groups):
+            shape = group.shape
+            for name, dim in ((f"k{index}", shape.key_dim), (f"v{index}", shape.value_dim)):
+                size = self._layout.buffer_sizes(rows)[name]
+                flat = self._staging[offset : offset + size].view(shape.dtype)
+                buffers[name] = flat.view(len(group.layers), rows, shape.heads, dim)
+                offset += size
+        return buffers
+
+    def _discard(self, digest: bytes) -> None:
+        with self._lock:
+            self._damaged.add(digest)
+        self.snapshots.remove([digest])
+
+    # -- writing (persister thread)
+
+    def register(self) -> None:
+        """Enter the fingerprint into the store's catalog, so that others can be told apart."""
+        parts = json.dumps(dict(self.origin.parts), sort_keys=True).encode()
+        self.snapshots.put(
+            [
+                Snapshot(catalog_digest(), None, {}),
+                Snapshot(self.origin.digest, catalog_digest(), {}, meta=parts),
+            ]
+        )
+
+    def stored_blocks(self, names: SequenceOf[bytes]) -> int:
+        """How many of the full blocks with these names (d(0) first) are stored."""
+        with self.snapshots.reader() as reader:
+            return _deepest(reader, names)
+
+    def write_block(self, view: PathView, names: SequenceOf[bytes], start: int) -> int:
+        """Write the block that begins at `start`, full or up to the path's end; returns the bytes
+        written, 0 if it was there. `names`: the path's boundaries."""
+        stop = min(start + BLOCK, len(view.ids))
+        digest = digest_at(names, view.ids, stop)
+        if self.snapshots.contains(digest):
+            return 0
+        ids = as_ids(view.ids[start:stop])
+        parent = names[start // BLOCK]
+        meta = _META.pack(_BLOCK, start, stop - start) + ids.tobytes()
+        stale = self._shorter(parent, ids, start) if stop - start == BLOCK else []
+        tensors = view.copy_rows(start, stop)
+        self.snapshots.put([Snapshot(digest, parent, _memory(tensors), meta)])
+        if stale:
+            self.snapshots.remove(stale)
+        return self._layout.token_bytes * (stop - start)
+
+    def write_anchor(self, ids: Ids, names: SequenceOf[bytes], row: torch.Tensor) -> None:
+        """Write the hidden row at the end of `ids`, whose blocks are there."""
+        position = len(ids)
+        start = position - position % BLOCK
+        name = anchor_digest(digest_at(names, ids, position))
+        meta = _META.pack(_ROW, start, position - start) + as_ids(ids[start:]).tobytes()
+        memory = _memory({"row": row.contiguous()})
+        self.snapshots.put([Snapshot(name, names[start // BLOCK], memory, meta)])
+
+    def _shorter(self, parent: bytes, ids: Ids, start: int) -> list[bytes]:
+        """Short blocks under `parent` that a full block of these ids makes superfluous."""
+        found = []
+        with self.snapshots.reader() as reader:
+            for digest in self.snapshots.children(parent):
+                info = _info(reader, digest)
+                known = None if info is None else _ids_of(info.meta, _BLOCK, start)
+                if known is not None and len(known) < BLOCK:
+                    if shared_rows(known, ids) == len(known):
+                        found.append(digest)
+        return found
+
+    def forget(self, ids: Ids, start: int) -> int:
+        """Remove every state of a path that begins with ids[: start + 1], at or after position
+        `start`; returns how many snapshots went."""
+        block = start - start % BLOCK
+        parent = self.boundaries(ids[:block])[block // BLOCK]
+        wanted = ids[block : start + 1]
+        doomed = []
+        with self.snapshots.reader() as reader:
+            for digest in self.snapshots.children(parent):
+                info = _info(reader, digest)
+                for magic in (_BLOCK, _ROW):
+                    known = None if info is None else _ids_of(info.meta, magic, block)
+                    if known is not None and shared_rows(known, wanted) == len(wanted):
+                        doomed.append(digest)
+        return self.snapshots.remove(doomed) if doomed else 0
+
+    def pin(self, owner: str, paths: SequenceOf[Ids]) -> None:
+        """Protect what is stored of these paths, replacing `owner`'s earlier pins."""
+        digests = []
+        for ids in paths:
+            match = self.match(ids)
+            if match.pieces:
+                digests.append(match.pieces[-1].digest)
+            if match.row_known:
+                digests.append(anchor_digest(digest_at(self.boundaries(ids), ids, len(ids))))
+        self.snapshots.pin(owner, digests)
+
+
+def _info(reader: SnapshotReader, digest: bytes) -> SnapshotInfo | None:
+    """The record's info; a damaged record counts as absent here and is removed when read."""
+    try:
+        return reader.info(digest)
+    except StoreDamaged:
+        return None
+
+
+def _deepest(reader: SnapshotReader, names: SequenceOf[bytes]) -> int:
+    """Index of the last full block that is stored. Parents outlive children, so the stored ones
+    are a prefix of the chain."""
+    low, high = 0, len(names) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _info(reader, names[middle]) is None:
+            high = middle - 1
+        else:
+            low = middle
+    return low
+
+
+def _ids_of(meta: bytes, kind: bytes, start: int) -> Ids | None:
+    """The ids in a record's meta, or None if it is not of this kind or begins elsewhere."""
+    if len(meta) < _META.size:
+        return None
+    magic, first, count = _META.unpack_from(meta)
+    if magic != kind or first != start or len(meta) != _META.size + 4 * count or count > BLOCK:
+        return None
+    return np.frombuffer(meta, dtype="<i4", offset=_META.size)
+
+
+def _memory(tensors: dict[str, torch.Tensor]) -> dict[str, memoryview]:
+    """The tensors' memory, writable and byte by byte."""
+    return {
+        name: memoryview(t.view(torch.uint8).numpy().data).cast("B") for name, t in tensors.items()
+    }

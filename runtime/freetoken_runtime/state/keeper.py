@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps states: brings a path back from RAM and disk, and lets the least valuable go.
+
+Everything here runs in the owner thread. Plans come from `lookup`, which has no part in it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .anchors import MAX_ANCHORS, thinned
+from .digest import Ids, chain, digest_at
+from .lookup import History, Lookup, Route
+from .prefix import PrefixIndex, Resident, shared_rows
+from .sequence import PathView, Sequence, Spaces
+
+
+class Budget(Protocol):
+    """What the keeper asks of `memory.MemoryBudget`."""
+
+    anchor_bytes: int
+
+    def missing(self, size_bytes: int) -> int: ...
+
+
+class Writer(Protocol):
+    """What the keeper asks of `persist.Persister`."""
+
+    def enqueue(self, resident: Resident, view: PathView, rows: Mapping[int, torch.Tensor]) -> None:
+        """Write the view's blocks, then the anchors' rows, in the background."""
+
+    def drain(self, resident: Resident) -> None:
+        """Return when what was enqueued for this resident is written or has failed."""
+
+    def cancel(self, ids: Ids) -> None:
+        """Drop queued paths that begin with `ids`; wait for one that is being written."""
+
+
+@dataclass(frozen=True)
+class Acquired:
+    """A path made ready to be grown. `row`: the hidden row of its last position, if it is whole."""
+
+    resident: Resident
+    route: Route
+    reused: int
+    row: torch.Tensor | None
+
+
+class StateKeeper:
+    """The residents of an engine, for the owner thread."""
+
+    def __init__(
+        self, spaces: Spaces, index: PrefixIndex, lookup: Lookup, history: History, budget: Budget
+    ) -> None:
+        self._spaces = spaces
+        self._index = index
+        self._lookup = lookup
+        self._history = history
+        self._budget = budget
+        self.writer: Writer | None = None
+        self.evicted = 0
+        self.restored_bytes = 0
+
+    # -- taking and giving back
+
+    def acquire(self, ids: Ids, extra_rows: int) -> Acquired | None:
+        """The state of the longest reusable part of `ids`, with room for the rest of it and
+        `extra_rows` more. None if there is no room now."""
+        route = self._lookup.route(ids)
+        parent = route.resident
+        rows = len(ids) - route.ram_rows + extra_rows
+        taken = self._takes_over(route)
+        held = parent is not None and not parent.running
+        if parent is not None and held:
+            parent.running = True  # not a victim while room is made
+        try:
+            needed = self._spaces.bytes_for(rows)
+            if parent is not None and taken:
+                needed = parent.sequence.room_needed(rows)
+            if not self.make_room(needed):
+                return None
+        finally:
+            if parent is not None and held:
+                parent.running = False
+        resident = self._prepare(route, taken)
+        resident.sequence.reserve(rows)
+        resident.running = True
+        try:
+            return self._restore(resident, route, ids)
+        except BaseException:
+            self.release(resident)
+            raise
+
+    def acquire_cold(self, rows: int) -> Resident | None:
+        """An empty sequence that nobody else sees. None if there is no room now."""
+        if not self.make_room(self._spaces.bytes_for(rows)):
+            return None
+        sequence = Sequence(self._spaces)
+        sequence.reserve(rows)
+        return Resident(sequence, running=True)
+
+    def release(self, resident: Resident) -> None:
+        """The request is over; its path stays as long as there is room."""
+        sequence = resident.sequence
+        resident.running = False
+        if resident.forget_from is not None:
+            sequence.truncate(min(resident.forget_from, sequence.length))
+            resident.forget_from = None
+        if sequence.length == 0:
+            self._remove(resident)
+            return
+        sequence.settle()
+        self._thin(sequence)
+        self._merge(resident)
+        self._count_anchors()
+
+    def capture(self, resident: Resident, position: int, row: torch.Tensor) -> None:
+        """Keep the hidden row [H] of a position: it becomes an anchor."""
+        resident.sequence.anchors[position] = row.clone()
+        self._budget.anchor_bytes += row.nbytes
+
+    def persist(self, resident: Resident) -> None:
+        """Hand the path to the writer, if there is one and it has not been told yet."""
+        sequence = resident.sequence
+        if self.writer is None or resident.forget_from is not None or not sequence.length:
+            return
+        self.writer.enqueue(resident, sequence.view(), dict(sequence.anchors))
+
+    def persist_all(self) -> None:
+        """Hand every idle path to the writer that is not on disk as a whole."""
+        for resident in self._index:
+            if not resident.running and resident.persisted_rows < resident.sequence.length:
+                self.persist(resident)
+
+    # -- room
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Evict idle, unpinned paths until `size_bytes` more fit. False if they cannot."""
+        if not self._budget.missing(size_bytes):
+            return True
+        for resident in self._index.victims():
+            resident.sequence.settle()
+        while self._budget.missing(size_bytes):
+            victims = self._index.victims()
+            if not victims:
+                return False
+            self.evict(victims[0])
+        return True
+
+    def evict(self, resident: Resident) -> None:
+        """Let an idle path go, once it is on disk where a store is attached."""
+        sequence = resident.sequence
+        if self.writer is not None:
+            if resident.persisted_rows < sequence.length:
+                self.persist(resident)
+            self.writer.drain(resident)
+        ids = sequence.ids
+        names = chain(self._lookup.root, ids)
+        self._history.remember([*names[1:], digest_at(names, ids, len(ids))])
+        buffers = {id(span.buffer): span.buffer for span in sequence.spans}
+        self._remove(resident)
+        for buffer in buffers.values():
+            self._spaces.tighten(buffer)
+        self.evicted += 1
+
+    # -- forgetting and pinning
+
+    def forget(self, ids: Ids, start: int) -> int:
+        """Drop every state of a path that begins with ids[: start + 1], at or after `start`."""
+        stem = ids[: start + 1]
+        dropped = 0
+        for resident in self._index:
+            known = resident.sequence.ids
+            if shared_rows(known, stem) < len(stem):
+                continue
+            names = chain(self._lookup.root, known)
+            self._history.forget([*names[1:], digest_at(names, known, len(known))])
+            dropped += 1
+            if resident.running:
+                resident.forget_from = start
+                continue
+            buffers = [span.buffer for span in resident.sequence.spans]
+            resident.sequence.truncate(start)
+            resident.persisted_rows = min(resident.persisted_rows, start)
+            if start == 0:
+                self._remove(resident)
+            for buffer in buffers:
+                self._spaces.tighten(buffer)
+        if self.writer is not None:
+            self.writer.cancel(stem)
+        self._count_anchors()
+        disk = self._lookup.disk
+        return dropped + (disk.forget(ids, start) if disk is not None else 0)
+
+    def pin(self, owner: str, paths: list[Ids]) -> None:
+        """Protect these paths from eviction for `owner`, instead of what it had pinned."""
+        for resident in self._index:
+            known = resident.sequence.ids
+            if any(shared_rows(known, path) == len(path) for path in paths):
+                resident.pinned_by.add(owner)
+            else:
+                resident.pinned_by.discard(owner)
+
+    # -- inside
+
+    def _takes_over(self, route: Route) -> bool:
+        """Whether the request grows the resident itself: it is idle and wholly reused."""
+        parent = route.resident
+        return (
+            parent is not None and not parent.running and route.ram_rows == parent.sequence.length
+        )
+
+    def _prepare(self, route: Route, taken: bool) -> Resident:
+        parent = route.resident
+        if parent is not None and taken:
+            self._index.touch(parent)
+            return parent
+        if parent is None:
+            resident = Resident(Sequence(self._spaces))
+        else:
+            self._index.touch(parent)
+            resident = Resident(
+                parent.sequence.fork(route.ram_rows),
+                persisted_rows=min(parent.persisted_rows, route.ram_rows),
+            )
+        self._index.add(resident)
+        return resident
+
+    def _restore(self, resident: Resident, route: Route, ids: Ids) -> Acquired:
+        """Append what the disk holds, and find the row at the end."""
+        sequence, disk = resident.sequence, self._lookup.disk
+        if disk is not None and route.disk.pieces:
+            self.restored_bytes += disk.restore(sequence, route.disk, ids)
+            resident.persisted_rows = sequence.length
+        row: torch.Tensor | None = None
+        if sequence.length == len(ids):
+            row = sequence.anchors.get(len(ids))
+            if row is None and route.row_from == "ram" and route.resident is not None:
+                row = route.resident.sequence.anchors.get(len(ids))
+            if row is None and route.row_from == "disk" and disk is not None:
+                row = disk.restore_row(ids)
+            if row is None:  # it was there when the route was found
+                sequence.truncate(len(ids) - 1)
+            else:
+                sequence.anchors[len(ids)] = row
+        self._count_anchors()
+        return Acquired(resident, route, sequence.length, row)
+
+    def _merge(self, resident: Resident) -> None:
+        """Keep one of two paths when one is the beginning of the other."""
+        for other in self._index.subsumed_by(resident):
+            resident.sequence.anchors.update(other.sequence.anchors)
+            resident.pinned_by |= other.pinned_by
+            self._remove(other)
+        for other in self._index:
+            if other is resident or other.running:
+                continue
+            known = other.sequence.ids
+            if shared_rows(known, resident.sequence.ids) == resident.sequence.length:
+                other.sequence.anchors.update(resident.sequence.anchors)
+                other.pinned_by |= resident.pinned_by
+                self._remove(resident)
+                self._index.touch(other)
+                return
+
+    def _thin(self, sequence: Sequence) -> None:
+        if len(sequence.anchors) > MAX_ANCHORS:
+            kept = thinned(sequence.anchors, named=(sequence.length,))
+            sequence.anchors = {p: sequence.anchors[p] for p in kept}
+
+    def _remove(self, resident: Resident) -> None:
+        self._index.remove(resident)
+        resident.sequence.close()
+        self._count_anchors()
+
+    def _count_anchors(self) -> None:
+        self._budget.anchor_bytes = sum(
+            row.nbytes for resident in self._index for row in resident.sequence.anchors.values()
+        )
