@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say is so: links lead somewhere, programs run, commands exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from freetoken_agent.catalog import ModelNotFound, resolve
+from freetoken_agent.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+WITH_PROGRAMS = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "api.md"]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [code for kind, code in FENCE.findall(path.read_text()) if kind == language]
+
+
+@pytest.fixture
+def smollm2() -> Path:
+    try:
+        return resolve("smollm2")
+    except ModelNotFound:
+        pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(document: Path) -> None:
+    """Every relative link is a file of the repository; anchors are headings of it."""
+    text = re.sub(FENCE, "", document.read_text())
+    for target in LINK.findall(text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), f"{name(document)} links to {target}"
+        if anchor:
+            heads = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            assert anchor in {slug(head) for head in heads}, f"{name(document)} links to {target}"
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+
+
+def test_every_document_is_reachable() -> None:
+    """A page that no other page links to is lost. People enter at the README or the index."""
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in DOCUMENTS
+        for target in LINK.findall(page.read_text())
+        if "://" not in target
+    }
+    entered = {ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "docs" / "index.md"}
+    assert set(DOCUMENTS) - entered <= linked
+
+
+def test_the_readme_program_is_the_example() -> None:
+    """The README shows examples/edit_tool_result.py, in at most 25 lines."""
+    (shown,) = blocks(ROOT / "README.md", "python")
+    example = (ROOT / "examples" / "edit_tool_result.py").read_text()
+    assert shown == example.split("\n", 1)[1]  # without the licence line
+    assert len(shown.splitlines()) <= 25
+
+
+def test_the_readme_opens_with_the_two_commands() -> None:
+    """`make demo` and `make test` are the first things to type, and are targets."""
+    first = blocks(ROOT / "README.md", "bash")[0]
+    assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make demo", "make test"]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {t for page in DOCUMENTS for t in re.findall(r"`make (\w+)`", page.read_text())}
+    assert {"demo", "test"} | named <= set(targets)
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("document", WITH_PROGRAMS, ids=name)
+def test_programs_in_documents_run(document: Path, tmp_path: Path, smollm2: Path) -> None:
+    """The python blocks of a page, as one program, on the real model."""
+    program = "\n".join(blocks(document, "python"))
+    run_program("-c", program, folder=tmp_path)
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=name)
+def test_examples_run(example: Path, tmp_path: Path, smollm2: Path) -> None:
+    """Each example, in an empty folder, on the real model."""
+    run_program(str(example), folder=tmp_path)
+
+
+def run_program(*arguments: str, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def commands_in(document: Path) -> set[tuple[str, ...]]:
+    """`freetoken-agent a b` wherever it is written, `a|b|c` taken apart."""
+    found = re.findall(r"freetoken-agent ([a-z]+)(?: ([a-z|]+))?", document.read_text())
+    groups = {"sessions", "bench"}
+    return {
+        (first, sub) if first in groups and sub else (first,)
+        for first, seconds in found
+        for sub in (seconds.split("|") if seconds else [""])
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_commands_in_documents_exist(document: Path) -> None:
+    """`--help` of each command that a page names works."""
+    for command in sorted(commands_in(document)):
+        result = CliRunner().invoke(app, [*command, "--help"])
+        assert result.exit_code == 0, (command, result.output)
+
+
+def test_every_command_is_documented() -> None:
+    """Oracle: the commands the application registers."""
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    for command in app.registered_commands:
+        assert f"freetoken-agent {command.name}" in page
+    for group in app.registered_groups:
+        assert f"freetoken-agent {group.name}" in page
+        assert group.typer_instance is not None
+        for command in group.typer_instance.registered_commands:
+            assert re.search(rf"[ |]{command.name}\b", page), command.name
+
+
+def test_every_decision_is_in_the_index() -> None:
+    """docs/decisions/README.md lists each note once, by its number and title."""
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    notes = sorted(path for path in folder.glob("*.md") if path.name != "README.md")
+    assert notes
+    for note in notes:
+        title = note.read_text().splitlines()[0].removeprefix("# ")
+        assert title.split()[0] == note.name[:4], f"{note.name}: the title begins with the number"
+        assert index.count(f"[{title}]({note.name})") == 1, note.name
+    numbers = [note.name[:4] for note in notes]
+    assert len(set(numbers)) == len(numbers), "two notes share a number"
