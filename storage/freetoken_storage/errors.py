@@ -12,7 +12,9 @@ FreetokenError
     ├── StoreNewer           written by a newer format
     ├── StoreDamaged         truncated, foreign or altered bytes
     ├── StoreMismatch        the store belongs to another model
+    ├── WriteFailed          the disk refused a write for another reason than space
     ├── InvalidName          a session or branch name that cannot be a key
+    ├── InvalidRecord        a record that would not fit the store, or an unknown node
     ├── SessionExists / SessionNotFound / BranchExists / BranchNotFound
     └── SessionConflict      the branch moved since this handle read it
 """
@@ -114,6 +116,19 @@ class InvalidName(StorageError):
     """A name that cannot be a key: empty, longer than 128 bytes, or with control characters."""
 
     code = "invalid_name"
+
+
+class WriteFailed(StorageError):
+    """The disk refused a write, and not for lack of space. What had been acknowledged is kept."""
+
+    code = "write_failed"
+
+
+class InvalidRecord(StorageError):
+    """A record that contradicts what is stored (an unknown parent, a taken segment id) or that
+    breaks a limit of the format. Nothing was written."""
+
+    code = "invalid_record"
 
 
 class SessionExists(StorageError):

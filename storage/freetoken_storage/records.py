@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 ROOT = 0  # the id of the empty path; real node ids are positive
+MAIN = "main"  # the branch every session begins with
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,6 @@ class Sessions(Protocol):
     def get(self, name: str) -> SessionRecord:
         """SessionNotFound."""
 
-    def list(self, prefix: str = "") -> list[SessionRecord]:
-        """Sessions whose name starts with `prefix`, by name."""
-
     def delete(self, name: str) -> None:
         """Remove the session with everything it holds. SessionNotFound."""
 
@@ -162,6 +160,9 @@ class Sessions(Protocol):
 
     def scrub(self, name: str, scrub: Scrub) -> None:
         """Remove nodes, segments and log entries in one durable transaction."""
+
+    def list(self, prefix: str = "") -> list[SessionRecord]:
+        """Sessions whose name starts with `prefix`, by name."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the disk the states may use. Sessions are never limited; they only take room away."""
+
+import os
+from pathlib import Path
+
+from .transactions import Environment
+
+# Pages of a file that was filled and emptied many times lie in runs that do not always fit: keeping
+# a sixteenth of the budget free is what keeps the file itself inside it.
+FRAGMENTATION_SHARE = 16
+# The states stop growing while this much of the disk is free, so that sessions can still commit.
+RESERVE_BYTES = 64 << 20
+RESERVE_SHARE = 10
+
+
+class DiskBudget:
+    """The limit of the states, from the caller's budget and from the room on the disk."""
+
+    def __init__(
+        self, folder: Path, budget_bytes: int | None, sessions: Environment, states: Environment
+    ) -> None:
+        self._folder = folder
+        self._budget_bytes = budget_bytes
+        self._sessions = sessions
+        self._states = states
+
+    def limit_bytes(self) -> int:
+        """Bytes of pages that the states may have in use now."""
+        disk = os.statvfs(self._folder)
+        reserve_bytes = min(RESERVE_BYTES, disk.f_blocks * disk.f_frsize // RESERVE_SHARE)
+        growth_bytes = max(0, disk.f_bavail * disk.f_frsize - reserve_bytes)
+        limit_bytes = self._states.file_bytes() + growth_bytes
+        if self._budget_bytes is not None:
+            own_bytes = self._budget_bytes - self._sessions.file_bytes()
+            limit_bytes = min(limit_bytes, own_bytes - own_bytes // FRAGMENTATION_SHARE)
+        return max(0, limit_bytes)

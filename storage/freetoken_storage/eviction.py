@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which snapshots go when room is needed: least recently used leaves that nobody protects."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from . import keys, values
+from .errors import StoreDamaged
+from .snapshot_rows import Stored, children, delete_record, load_record
+from .transactions import Transaction
+
+PAGE_BYTES = 4096
+INDEX_BYTES = 1024  # record, child, use and chunk keys of a snapshot in leaf pages, rounded up
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A snapshot to delete. `stored` is None where its record is gone or damaged; `stamp` is its
+    place in the use index."""
+
+    digest: bytes
+    stamp: int
+    stored: Stored | None
+
+
+def footprint(size_bytes: int) -> int:
+    """Bytes of pages that a snapshot with this many buffer bytes occupies."""
+    full, rest = divmod(size_bytes, values.PAYLOAD_BYTES)
+    full_bytes = values.PAYLOAD_BYTES + values.HEADER_BYTES + values.PAGE_HEADER_BYTES
+    rest_bytes = -(-(rest + values.HEADER_BYTES + values.PAGE_HEADER_BYTES) // PAGE_BYTES)
+    return full * full_bytes + (rest_bytes * PAGE_BYTES if rest else 0) + INDEX_BYTES
+
+
+def load_pins(txn: Transaction) -> set[bytes]:
+    """Every digest pinned by some owner."""
+    pinned: set[bytes] = set()
+    for key, value in txn.scan(keys.OWNER):
+        what = f"the pins of {key[1:].decode(errors='replace')!r}"
+        pinned.update(split_digests(values.read(txn, key, value, what)))
+    return pinned
+
+
+def split_digests(joined: bytes) -> list[bytes]:
+    size = keys.DIGEST_BYTES
+    return [joined[start : start + size] for start in range(0, len(joined), size)]
+
+
+def ancestors(txn: Transaction, digest: bytes | None, known: set[bytes]) -> set[bytes]:
+    """`digest` and what is above it, up to the first that is absent or in `known`."""
+    found: set[bytes] = set()
+    while digest is not None and digest not in known and digest not in found:
+        found.add(digest)
+        stored = load_or_none(txn, digest)
+        digest = None if stored is None else stored.info.parent
+    return found
+
+
+def load_or_none(txn: Transaction, digest: bytes) -> Stored | None:
+    """The record, or None where it is absent or damaged: a state that cannot be read is of no use
+    to anyone, so it may go."""
+    try:
+        return load_record(txn, digest)
+    except StoreDamaged:
+        return None
+
+
+def choose(txn: Transaction, needed_bytes: int, protected: set[bytes]) -> list[Victim] | None:
+    """Snapshots to delete, in order, so that at least `needed_bytes` become free; None if there are
+    not enough. Reads only.
+
+    One scan over the use index, oldest first, skips whatever has children; a parent whose last
+    child was chosen joins through the heap, at its own place in the order of use."""
+    keep = protected | load_pins(txn)
+    chosen: dict[bytes, Victim] = {}
+    exposed: list[tuple[int, bytes]] = []
+    freed_bytes = 0
+
+    def is_free_leaf(digest: bytes) -> bool:
+        return digest not in keep and all(child in chosen for child in children(txn, digest))
+
+    leaves = (entry for entry in _by_use(txn) if is_free_leaf(entry[1]))
+    for stamp, digest in _merge(leaves, exposed):
+        if digest in chosen:
+            continue
+        stored = load_or_none(txn, digest)
+        chosen[digest] = Victim(digest, stamp, stored)
+        freed_bytes += footprint(0 if stored is None else stored.size_bytes)
+        if freed_bytes >= needed_bytes:
+            return list(chosen.values())
+        parent = None if stored is None else stored.info.parent
+        above = None if parent is None else load_or_none(txn, parent)
+        if parent is not None and above is not None and is_free_leaf(parent):
+            heapq.heappush(exposed, (above.stamp, parent))
+    return None
+
+
+def delete_victims(txn: Transaction, victims: Sequence[Victim]) -> None:
+    for victim in victims:
+        delete_record(txn, victim.digest, victim.stored)
+        txn.delete(keys.use(victim.stamp, victim.digest))
+
+
+def _by_use(txn: Transaction) -> Iterator[tuple[int, bytes]]:
+    """(stamp, digest) of every snapshot, least recently used first."""
+    start = len(keys.USE) + keys.NUMBER_BYTES
+    for key, _ in txn.scan(keys.USE):
+        yield int.from_bytes(key[len(keys.USE) : start], "big"), key[start:]
+
+
+def _merge(
+    leaves: Iterator[tuple[int, bytes]], exposed: list[tuple[int, bytes]]
+) -> Iterator[tuple[int, bytes]]:
+    """Both sources by stamp; `exposed` is a heap that grows between two steps."""
+    for entry in leaves:
+        while exposed and exposed[0] < entry:
+            yield heapq.heappop(exposed)
+        yield entry
+    while exposed:
+        yield heapq.heappop(exposed)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MemoryDatabase: the same surface and the same refusals as `Database`; nothing outlives `close`.
+
+Its halves are plain dicts on purpose, written apart from the stored ones: the conformance suite
+holds each against the other.
+"""
+
+from typing import Self
+
+from .life import Life
+from .memory_sessions import MemorySessions
+from .memory_snapshots import MemorySnapshots
+from .meta import check_meta
+from .records import Sessions, Snapshots
+
+
+class MemoryDatabase:
+    """A store in RAM. Thread-safe; a context manager. See `Database`."""
+
+    sessions: Sessions
+    snapshots: Snapshots
+
+    def __init__(self, *, read_only: bool = False, disk_budget_bytes: int | None = None) -> None:
+        self.read_only = read_only
+        self.notices: list[str] = []
+        self._life = Life(read_only)
+        self._meta: dict[str, bytes] = {}
+        self.sessions = MemorySessions(self._life)
+        self.snapshots = MemorySnapshots(self._life, disk_budget_bytes)
+
+    def get_meta(self, key: str) -> bytes | None:
+        with self._life.read():
+            return self._meta.get(check_meta(key))
+
+    def set_meta(self, key: str, value: bytes) -> None:
+        with self._life.write():
+            self._meta[check_meta(key, value)] = bytes(value)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that the states hold; sessions are not counted."""
+        return {"sessions": 0, "states": self.snapshots.size_bytes()}
+
+    def close(self) -> None:
+        """Forget everything. Closing twice is allowed."""
+        with self._life.lock:
+            self._life.closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sessions and snapshots need of a database: ordered bytes under bytes, in transactions.
+
+`database.py` implements it over LMDB; nothing else knows which database is below.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class Transaction(Protocol):
+    """One transaction, used by one thread. Memoryviews point into the database and are valid until
+    the transaction ends or writes; copy what outlives it."""
+
+    def get(self, key: bytes) -> memoryview | None:
+        """The value under `key`, or None."""
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        """Every (key, value) whose key starts with `prefix`, in key order. The transaction must
+        not write while a scan runs."""
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Write `value` (at most 1 MiB) under `key`, replacing what was there."""
+
+    def delete(self, key: bytes) -> bool:
+        """Remove `key`; False if it was absent."""
+
+    def pages_in_use(self) -> int:
+        """Pages that hold data as this transaction sees it, free ones not counted."""
+
+
+class Environment(Protocol):
+    """One database file. Both contexts raise StoreClosed or StoreForked when misused."""
+
+    @property
+    def read_only(self) -> bool: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    def read(self) -> AbstractContextManager[Transaction]:
+        """A consistent view; it never blocks a writer and no writer blocks it."""
+
+    def write(self) -> AbstractContextManager[Transaction]:
+        """The one write transaction; commits when the block ends, aborts when it raises.
+        StoreReadOnly, StoreFull."""
+
+    def sync(self) -> None:
+        """Return when everything committed so far would survive a power loss."""
+
+    def file_bytes(self) -> int:
+        """Bytes of the file that hold pages, free ones counted."""
