@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out, by rendering, how a template wants its messages and what it does to them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .dialect import Dialect
+from .call_format import CallFormat, learn_call_format
+from .dialect import Dialect, SentinelFill, build_messages
 from .errors import TemplateUnsupported
 from .frames import Grammar, learn_call
 from .items import DEFAULT_OPTIONS, Item, Options
 from .jinja import JinjaTemplate
+from .markup import Gaps, Markup, learn_markup
+from .sentinels import sentinel
 
 USER = Item("user")
 CALL = Item("tool_call", name="f", arguments={}, call_id="x")
@@ -96,3 +99,69 @@ def _tools(grammar: Grammar) -> Grammar:
             if renders(candidate, preamble):
                 return candidate
     return grammar
+
+
+def find_markup(grammar: Grammar) -> Markup:
+    """The markers that a model writes, from short skeletons."""
+    opener = _opener(grammar)
+    thought, text = Item("thinking", open=True), Item("text", open=True)
+    shape = grammar.call
+    return learn_markup(
+        Gaps(
+            opener=opener,
+            to_text=_gap(grammar, [USER, text]),
+            to_thinking=_gap(grammar, [USER, thought]),
+            to_call=_gap(grammar, [USER, CALL]),
+            thinking_to_text=_gap(grammar, [USER, thought, text]),
+            thinking_to_call=_gap(grammar, [USER, thought, CALL]),
+            text_to_call=_gap(grammar, [USER, text, CALL]),
+            call_to_call=_gap(grammar, [USER, CALL, CALL]),
+            call_to_result=_gap(grammar, [USER, CALL, RESULT]),
+            head=shape.head if shape else "",
+            tail=shape.tail if shape else "",
+        ),
+        _call_format(grammar),
+    )
+
+
+def _opener(grammar: Grammar) -> str:
+    rendering = grammar.render([USER], DEFAULT_OPTIONS, generation=True)
+    extent = rendering.extents[0]
+    assert extent is not None, "a user's message was shown when the dialect was found"
+    return rendering.text[extent[1] :]
+
+
+def _gap(grammar: Grammar, items: Sequence[Item]) -> str | None:
+    """The text before the last item; None if the template refuses or drops a neighbour."""
+    try:
+        rendering = grammar.render(items, DEFAULT_OPTIONS)
+    except TemplateUnsupported:
+        return None
+    left, right = rendering.extents[-2:]
+    return None if left is None or right is None else rendering.text[left[1] : right[0]]
+
+
+class _PairFill(SentinelFill):
+    """Calls with two arguments."""
+
+    def arguments(self, index: int) -> Mapping[str, object]:
+        return {
+            sentinel("key", index): sentinel("value", index),
+            sentinel("key", index + 1): sentinel("value", index + 1),
+        }
+
+
+def _call_format(grammar: Grammar) -> CallFormat | None:
+    items = [USER, CALL]
+    try:
+        rendering = grammar.render(items, DEFAULT_OPTIONS)
+        request = build_messages(grammar.dialect, items, _PairFill(items))
+        pair = grammar.template.render(
+            request.messages, tools=request.tools, variables=grammar.dialect.variables
+        )
+    except TemplateUnsupported:
+        return None
+    extent = rendering.extents[1]
+    if extent is None:
+        return None
+    return learn_call_format(rendering.text[extent[0] : extent[1]], 1, pair)

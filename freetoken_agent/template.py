@@ -12,7 +12,8 @@ from .errors import TemplateUnsupported
 from .frames import Grammar, Rendering, fill_gap
 from .items import DEFAULT_OPTIONS, Item, Kind, Opener, Options, Piece, TemplateReport
 from .jinja import JinjaTemplate
-from .probes import TOOLS, USER, find_dialect, renders
+from .markup import Markup
+from .probes import TOOLS, USER, find_dialect, find_markup, renders
 from .sentinels import align, mask_strings
 from .tokenizer import Tokenizer, encode_mixed
 
@@ -35,6 +36,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._report = report
         self._closers = self._find_closers()
+        self._markup = find_markup(grammar)
 
     @classmethod
     def learn(cls, template_source: str, tokenizer: Tokenizer) -> "ChatFormat":
@@ -60,6 +62,11 @@ class ChatFormat:
     def digest(self) -> str:
         """Hex digest of the template; part of a session's binding."""
         return self._report.digest
+
+    @property
+    def markup(self) -> Markup:
+        """The markers a parser of sampled ids looks for."""
+        return self._markup
 
     @property
     def closers(self) -> frozenset[int]:

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a call back from the text of its unit, in the format the template writes calls in.
+
+Three families cover the templates seen: one JSON object that holds name and arguments; a name and
+then a JSON object of arguments; a name and then tagged parameters. What is read is lenient about
+blanks and key order and strict about everything else.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .sentinels import sentinel
+
+_DECODER = json.JSONDecoder(strict=False)  # models write raw newlines inside strings
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """A call as a model wrote it. `call_id` is None where the format has no id."""
+
+    name: str
+    arguments: Mapping[str, object]
+    call_id: str | None = None
+
+
+class CallFormat(Protocol):
+    """How one template's calls are read."""
+
+    def parse(self, unit: str) -> ParsedCall | None:
+        """The call of a whole unit; None if it is malformed."""
+
+    def name_so_far(self, unit: str) -> str | None:
+        """The name, as soon as an unfinished unit holds it whole."""
+
+    def open_string(self, unit: str) -> bool:
+        """Whether the unit ends inside a string of its arguments."""
+
+
+def _read_object(text: str, start: int = 0) -> tuple[dict[str, Any], int] | None:
+    """The JSON object that begins at the first brace from `start`, and its end."""
+    brace = text.find("{", start)
+    if brace < 0:
+        return None
+    try:
+        value, end = _DECODER.raw_decode(text, brace)
+    except (ValueError, RecursionError):
+        return None
+    return (value, end) if isinstance(value, dict) else None
+
+
+def _inside_string(text: str, start: int = 0) -> bool:
+    """Whether JSON text from the first brace on ends inside a string."""
+    brace = text.find("{", start)
+    inside = False
+    index = brace if brace >= 0 else len(text)
+    while index < len(text):
+        if text[index] == "\\" and inside:
+            index += 1
+        elif text[index] == '"':
+            inside = not inside
+        index += 1
+    return inside
+
+
+def _as_arguments(value: object) -> Mapping[str, object] | None:
+    """Arguments are an object, or an object in a string."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except ValueError:
+            return None
+    return value if isinstance(value, dict) else None
+
+
+def _look(value: object, path: Sequence[str]) -> object:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """`{"name": …, "arguments": {…}}`; the paths are learned. A list around it is accepted."""
+
+    name: tuple[str, ...]
+    arguments: tuple[str, ...]
+    call_id: tuple[str, ...] | None
+
+    def parse(self, unit: str) -> ParsedCall | None:
+        found = _read_object(unit)
+        if found is None:
+            return None
+        name = _look(found[0], self.name)
+        arguments = _as_arguments(_look(found[0], self.arguments))
+        if not isinstance(name, str) or not name or arguments is None:
+            return None
+        call_id = None if self.call_id is None else _look(found[0], self.call_id)
+        return ParsedCall(name, arguments, call_id if isinstance(call_id, str) else None)
+
+    def name_so_far(self, unit: str) -> str | None:
+        match = re.search(rf'"{re.escape(self.name[-1])}"\s*:\s*"([^"\\]+)"', unit)
+        return match[1] if match else None
+
+    def open_string(self, unit: str) -> bool:
+        return _inside_string(unit)
+
+
+@dataclass(frozen=True)
+class NamedJsonCalls:
+    """A name between two literals, then a JSON object of arguments."""
+
+    pattern: re.Pattern[str]
+
+    def parse(self, unit: str) -> ParsedCall | None:
+        match = self.pattern.search(unit)
+        if match is None:
+            return None
+        found = _read_object(unit, match.end())
+        if found is None or unit[match.end() : unit.find("{", match.end())].strip():
+            return None
+        return ParsedCall(match["name"], found[0])
+
+    def name_so_far(self, unit: str) -> str | None:
+        match = self.pattern.search(unit)
+        return match["name"] if match else None
+
+    def open_string(self, unit: str) -> bool:
+        match = self.pattern.search(unit)
+        return match is not None and _inside_string(unit, match.end())
+
+
+@dataclass(frozen=True)
+class TaggedCalls:
+    """A name, then parameters between tags. A value that reads as JSON other than a string is that
+    value; schemas may coerce it later."""
+
+    head: re.Pattern[str]
+    parameter: re.Pattern[str]
+    close: str  # the tag that ends a value
+
+    def parse(self, unit: str) -> ParsedCall | None:
+        match = self.head.search(unit)
+        if match is None:
+            return None
+        arguments = {
+            pair["key"]: _as_value(pair["value"])
+            for pair in self.parameter.finditer(unit, match.end("name"))
+        }
+        return ParsedCall(match["name"], arguments)
+
+    def name_so_far(self, unit: str) -> str | None:
+        match = self.head.search(unit)
+        return match["name"] if match else None
+
+    def open_string(self, unit: str) -> bool:
+        """Inside a parameter: it was opened after the last value closed."""
+        match = self.head.search(unit)
+        if match is None:
+            return False
+        rest = unit[match.end("name") :]
+        rest = rest[rest.rfind(self.close) + len(self.close) :] if self.close in rest else rest
+        return self.parameter.search(rest + self.close) is not None
+
+
+def _as_value(text: str) -> object:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return text if isinstance(value, str) else value
+
+
+def learn_call_format(unit: str, number: int, pair: str | None) -> CallFormat | None:
+    """The format of a skeleton unit; None if it is of no family known here.
+
+    `unit`: the call of item `number` with one argument. `pair`: the same call with a second
+    argument, numbered one higher; needed for tagged parameters only.
+    """
+    name = sentinel("name", number)
+    arguments = {sentinel("key", number): sentinel("value", number)}
+    position = unit.find("{")
+    while position >= 0:
+        found = _read_object(unit, position)
+        if found is not None:
+            value = found[0]
+            if (path := _path_to(value, name)) is not None:
+                into = _path_to(value, arguments)
+                if into is None:
+                    return None
+                return JsonCalls(path, into, _path_to(value, sentinel("id", number)))
+            if value == arguments and name in unit[:position]:
+                return _named(unit, name, position)
+        position = unit.find("{", position + 1)
+    return None if pair is None else _tagged(pair, name, number)
+
+
+def _path_to(value: object, wanted: object) -> tuple[str, ...] | None:
+    if value == wanted or (isinstance(value, str) and _as_arguments_quietly(value) == wanted):
+        return ()
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            path = _path_to(inner, wanted)
+            if path is not None:
+                return (key, *path)
+    return None
+
+
+def _as_arguments_quietly(text: str) -> object:
+    return _as_arguments(text) if text.startswith("{") else None
+
+
+def _loose(literal: str) -> str:
+    """A literal as a pattern in which any blanks match any blanks."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", literal))
+
+
+def _named(unit: str, name: str, brace: int) -> CallFormat:
+    start = unit.index(name)
+    before = unit[max(0, unit.rfind("\n", 0, start)) : start].lstrip()
+    before = re.sub(r"Z[cnikvs][0-9a-f]{6}Z", "", before)
+    between = unit[start + len(name) : brace]
+    between = re.split(r"Z[cnikvs][0-9a-f]{6}Z", between)[0]
+    return NamedJsonCalls(re.compile(_loose(before) + r"(?P<name>[^\s<>{}\"]+?)" + _loose(between)))
+
+
+def _tagged(pair: str, name: str, number: int) -> CallFormat | None:
+    key, value = sentinel("key", number), sentinel("value", number)
+    second = sentinel("key", number + 1)
+    if any(part not in pair for part in (name, key, value, second)):
+        return None
+    after_name = pair[pair.index(name) + len(name) : pair.index(key)]
+    middle = pair[pair.index(key) + len(key) : pair.index(value)]
+    joint = pair[pair.index(value) + len(value) : pair.index(second)]
+    tag = joint.rfind("<")
+    if tag < 0 or not after_name.endswith(joint[tag:]):
+        return None
+    opened, closed = joint[tag:], joint[:tag].rstrip()
+    before = pair[: pair.index(name)]
+    before = before[max(0, before.rfind("\n")) :].lstrip()
+    after = after_name[: len(after_name) - len(opened)].rstrip()
+    head = re.compile(
+        _loose(before) + r"(?P<name>[^\s<>\"]+?)" + (_loose(after) if after else r"\s")
+    )
+    parameter = re.compile(
+        _loose(opened) + r"(?P<key>[^<>\"]+?)" + _edge(middle) + r"(?P<value>.*?)" + _edge(closed),
+        re.DOTALL,
+    )
+    return TaggedCalls(head, parameter, closed.strip())
+
+
+def _edge(literal: str) -> str:
+    """A literal around a value: the newlines it has there are optional, other blanks stay text."""
+    pattern = _loose(literal.strip())
+    lead = r"\n?" if literal.startswith("\n") else ""
+    return lead + pattern + (r"\n?" if literal.endswith("\n") else "")

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model writes between its contents: the markers a parser looks for.
+
+Everything is learned from gaps. Where the generation opener ends, the rest of a gap is what the
+model itself must write: `<think>`, `</think>`, the head of a call.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .call_format import CallFormat
+
+Target = Literal["thinking", "text", "call"]
+
+_TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
+
+
+@dataclass(frozen=True)
+class Marker:
+    """`core` is looked for; blanks of `lead` before it and of `trail` after it belong to it.
+
+    `unit`: where the core of a call is (partly) frame, the literal with which the unit itself
+    begins; '' where the unit begins with the core.
+    """
+
+    core: str
+    target: Target
+    lead: str = ""
+    trail: str = ""
+    unit: str = ""
+
+    @classmethod
+    def of(cls, literal: str, target: Target) -> "Marker | None":
+        core = literal.strip()
+        if not core:
+            return None
+        at = literal.index(core)
+        return cls(core, target, literal[:at], literal[at + len(core) :])
+
+    @classmethod
+    def of_call(cls, gap: str, head: str) -> "Marker | None":
+        """The first tag of what precedes a call, or the whole head where there is no tag: short,
+        because models vary what follows."""
+        literal = gap + head
+        core = literal.lstrip()
+        if not core or not head.strip():
+            return None
+        match = _TAG.match(core)
+        return cls(
+            match[0] if match else core.rstrip(),
+            "call",
+            lead=literal[: -len(core)],
+            unit=_first_tag(head) if gap.strip() else "",
+        )
+
+
+def _first_tag(text: str) -> str:
+    text = text.strip()
+    match = _TAG.match(text)
+    return match[0] if match else text[:1] if text[:1] in "{[" else text
+
+
+@dataclass(frozen=True)
+class Markup:
+    """Markers by what the model is writing when they may come, and how calls are read.
+
+    `call_end`: the literal that ends a unit, '' where only its JSON does.
+    """
+
+    start: tuple[Marker, ...]
+    text: tuple[Marker, ...]
+    thinking: tuple[Marker, ...]
+    after_call: tuple[Marker, ...]
+    calls: CallFormat | None
+    call_end: str
+    skip_after_call: tuple[str, ...] = ()  # section closers: they stay in gaps
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Texts of gaps in short skeletons; None where the template refuses. `opener` is the
+    generation opener after a user's message."""
+
+    opener: str
+    to_text: str | None
+    to_thinking: str | None
+    to_call: str | None
+    thinking_to_text: str | None
+    thinking_to_call: str | None
+    text_to_call: str | None
+    call_to_call: str | None
+    call_to_result: str | None
+    head: str
+    tail: str
+
+
+def learn_markup(gaps: Gaps, calls: CallFormat | None) -> Markup:
+    """The markers that follow from the gaps."""
+    think_open = _written(gaps.opener, gaps.to_thinking)
+    text_open = _written(gaps.opener, gaps.to_text)
+    if think_open and text_open.strip().startswith(think_open.strip()):
+        text_open = ""  # an empty thought before the answer: read as a thought
+    begin_thought = Marker.of(think_open, "thinking")
+    start = [begin_thought, Marker.of(text_open, "text")]
+    text: list[Marker | None] = []
+    thinking: list[Marker | None] = []
+    after_call: list[Marker | None] = []
+    if gaps.thinking_to_text is not None:
+        thinking.append(Marker.of(gaps.thinking_to_text, "text"))
+    if calls is not None:
+        if gaps.to_call is not None:
+            start.append(Marker.of_call(_written(gaps.opener, gaps.to_call), gaps.head))
+        if gaps.text_to_call is not None:
+            text.append(Marker.of_call(gaps.text_to_call, gaps.head))
+        if gaps.thinking_to_call is not None:
+            thinking.append(_call_after_thought(gaps))
+        if gaps.call_to_call is not None:
+            after_call.append(Marker.of_call(gaps.call_to_call, gaps.head))
+    return Markup(
+        start=_known(start),
+        text=_known(text),
+        thinking=_known(thinking),
+        after_call=_known(after_call),
+        calls=calls,
+        call_end=_call_end(gaps.tail),
+        skip_after_call=_section_closers(gaps),
+    )
+
+
+def _known(markers: Sequence[Marker | None]) -> tuple[Marker, ...]:
+    """Each marker once, longer ones first, so that one which begins like another wins."""
+    found = dict.fromkeys(marker for marker in markers if marker is not None)
+    return tuple(sorted(found, key=lambda marker: -len(marker.core)))
+
+
+def _written(opener: str, gap: str | None) -> str:
+    """What of a gap the model writes itself: what goes beyond the generation opener."""
+    if gap is None or not gap.startswith(opener):
+        return ""
+    return gap[len(opener) :]
+
+
+def _call_after_thought(gaps: Gaps) -> Marker | None:
+    """A call directly after a thought, where the closer differs from the one before an answer."""
+    assert gaps.thinking_to_call is not None
+    closer = (gaps.thinking_to_text or "").strip()
+    if closer and gaps.thinking_to_call.strip().startswith(closer):
+        return None  # the thought closes in the same way; the call follows as after a text
+    marker = Marker.of(gaps.thinking_to_call + gaps.head, "call")
+    return marker and replace(marker, trail="", unit=_first_tag(gaps.head))
+
+
+def _call_end(tail: str) -> str:
+    tags = _TAG.findall(tail)
+    return tags[-1] if tags else ""
+
+
+def _section_closers(gaps: Gaps) -> tuple[str, ...]:
+    """Literals that a format writes once after its last call, before the turn's closer."""
+    if gaps.call_to_result is None:
+        return ()
+    literal = gaps.call_to_result.strip()
+    closers = []
+    if literal.startswith("]"):
+        closers.append("]")
+        literal = literal[1:].lstrip()
+    match = _TAG.match(literal)
+    if match and ("calls" in match[0] or match[0].startswith("[/")):
+        closers.append(match[0])
+    return tuple(closers)

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled ids -> thoughts, text and whole calls, while they stream.
+
+The parser works on the text of the ids (control tokens that are markers stand for themselves and
+cannot be imitated by text) and cuts at ids: every id goes to exactly one content or gap, in order,
+and how the ids arrive in calls of `feed` changes nothing. Markers and the blanks that belong to
+them go to the gap; a call keeps its markers, since it is one unit. An id that holds both sides of a
+cut stays with the content.
+
+A call that is malformed, or cut short, is text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .call_format import ParsedCall
+from .markup import Marker, Markup
+from .template import ChatFormat
+from .tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class ThinkingDelta:
+    """More of a thought."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStarted:
+    """A call whose name is known; `index` counts the calls of this parser from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """More of a call's unit, as written."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class SegmentDone:
+    """A whole content. `gap_ids`: sampled ids before it that are frame. `partial`: it was cut."""
+
+    kind: Literal["thinking", "text", "tool_call"]
+    gap_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str
+    name: str | None = None
+    arguments: dict[str, object] | None = None
+    call_id: str | None = None
+    partial: bool = False
+
+
+ParseEvent = ThinkingDelta | TextDelta | CallStarted | CallDelta | SegmentDone
+_Mode = Literal["start", "text", "thinking", "call", "after_call"]
+
+
+class StreamParser:
+    """Reads what follows an opener. `kind`: what the opener leaves the model to write first;
+    `after`: the ids before. One use, one thread."""
+
+    def __init__(
+        self,
+        format: ChatFormat,
+        tokenizer: Tokenizer,
+        *,
+        kind: Literal["text", "thinking"] = "text",
+        after: Sequence[int] = (),
+    ) -> None:
+        self._tape = _Tape(tokenizer, format.markup, after)
+        self._markup = self._tape.markup
+        self._mode: _Mode = "thinking" if kind == "thinking" else "start"
+        self._begin = 0  # where the content, or the search for one, begins on the tape
+        self._search = 0  # markers before this were looked at
+        self._emitted = 0  # deltas were given up to here
+        self._unit = 0  # where the call begins, once its literal was seen
+        self._unit_literal = ""
+        self._prior_end = 0  # where the content before the call ends
+        self._trail = ""  # blanks of the last marker that may still come
+        self._calls = 0
+        self._call_started = False
+        self._events: list[ParseEvent] = []
+
+    def feed(self, token_id: int) -> list[ParseEvent]:
+        """What became known with this id. Do not feed the stop id."""
+        self._tape.feed(token_id)
+        while self._step():
+            pass
+        return self._take()
+
+    def finish(self, reason: FinishReason) -> list[ParseEvent]:
+        """What is left. Ids of an unfinished marker and of blanks alone belong to no content."""
+        self._tape.flush()
+        while self._step():
+            pass
+        partial = reason != "stop"
+        if self._mode == "call" and not partial and self._close_call(len(self._tape.text)):
+            return self._take()
+        if self._mode == "call":
+            self._demote()
+        if self._mode in ("start", "after_call"):
+            self._mode = "text"
+        text = self._tape.text[self._begin :]
+        if text.strip():
+            self._delta(len(self._tape.text))
+            kind: Literal["thinking", "text"] = "thinking" if self._mode == "thinking" else "text"
+            self._done(kind, self._begin, None, partial=partial)
+        return self._take()
+
+    def _take(self) -> list[ParseEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _step(self) -> bool:
+        """One transition; False when more ids are needed."""
+        if self._trail and not self._eat_trail():
+            return False
+        if self._mode == "start":
+            return self._at_start(self._markup.start)
+        if self._mode == "after_call":
+            return self._skip_closer() or self._at_start(self._markup.after_call)
+        if self._mode == "call":
+            return self._in_call()
+        markers = self._markup.thinking if self._mode == "thinking" else self._markup.text
+        return self._in_content(markers)
+
+    def _eat_trail(self) -> bool:
+        """Take the blanks that the last marker ends with, as far as they come."""
+        text = self._tape.text
+        while self._trail and self._begin < len(text) and text[self._begin] == self._trail[0]:
+            self._begin += 1
+            self._trail = self._trail[1:]
+        self._search = self._emitted = max(self._begin, self._emitted)
+        if self._begin == len(text):
+            return False
+        self._trail = ""
+        return True
+
+    def _at_start(self, markers: Sequence[Marker]) -> bool:
+        """Before any content: a marker, or the beginning of a text."""
+        rest = self._tape.text[self._begin :]
+        stripped = rest.lstrip()
+        if not stripped:
+            return False
+        at = self._begin + len(rest) - len(stripped)
+        for marker in markers:
+            if stripped.startswith(marker.core):
+                self._enter(marker, self._begin, at)
+                return True
+        if any(marker.core.startswith(stripped) for marker in markers):
+            return False
+        self._mode = "text"
+        return True
+
+    def _skip_closer(self) -> bool:
+        rest = self._tape.text[self._begin :]
+        stripped = rest.lstrip()
+        for closer in self._markup.skip_after_call:
+            if stripped.startswith(closer):
+                self._begin += len(rest) - len(stripped) + len(closer)
+                self._search = self._emitted = self._begin
+                return True
+        return False
+
+    def _in_content(self, markers: Sequence[Marker]) -> bool:
+        """Inside a text or a thought: up to the first whole marker, or as far as is certain."""
+        text = self._tape.text
+        found = [(text.find(marker.core, self._search), marker) for marker in markers]
+        hits = [(at, marker) for at, marker in found if at >= 0]
+        if not hits:
+            certain = len(text) - _held_back(text[self._begin :], markers)
+            self._delta(certain)
+            self._search = max(self._search, len(text) - _longest(markers) + 1)
+            return False
+        at, marker = min(hits, key=lambda hit: (hit[0], -len(hit[1].core)))
+        end = at
+        for blank in reversed(marker.lead):
+            if end > self._begin and text[end - 1] == blank:
+                end -= 1
+        if not text[self._begin : end].strip():
+            end = self._begin
+        self._delta(end)
+        self._enter(marker, end, at)
+        return True
+
+    def _enter(self, marker: Marker, end: int, at: int) -> None:
+        """The content before ended at `end`; the marker stands at `at`."""
+        has_content = self._mode in ("text", "thinking") and end > self._begin
+        if marker.target == "call":
+            if has_content and self._mode == "thinking":
+                self._done("thinking", self._begin, end)
+                self._begin = end
+            elif not has_content:
+                self._begin = end
+            self._unit = at
+            self._unit_literal = marker.unit
+            self._call_started = False
+            self._search = at + len(marker.core)
+            self._emitted = at
+            self._prior_end = end
+            self._mode = "call"
+            return
+        if has_content:
+            self._done("thinking" if self._mode == "thinking" else "text", self._begin, end)
+        self._begin = self._search = self._emitted = at + len(marker.core)
+        self._trail = marker.trail
+        self._mode = "thinking" if marker.target == "thinking" else "text"
+        if marker.target == "text":
+            self._mode = "start" if self._after_thought(marker) else "text"
+
+    def _after_thought(self, marker: Marker) -> bool:
+        return marker in self._markup.thinking
+
+    def _in_call(self) -> bool:
+        calls = self._markup.calls
+        assert calls is not None, "markers of calls exist only with a call format"
+        text = self._tape.text
+        if self._unit_literal:
+            unit_at = text.find(self._unit_literal, self._unit)
+            if unit_at < 0:
+                return False
+            self._unit = self._emitted = unit_at
+            self._unit_literal = ""
+        unit = text[self._unit :]
+        if not self._call_started:
+            name = calls.name_so_far(unit)
+            if name is not None:
+                self._call_started = True
+                self._events.append(CallStarted(self._calls, name))
+        if self._call_started and len(text) > self._emitted:
+            self._events.append(
+                CallDelta(self._calls, self._tape.literal(self._emitted, len(text)))
+            )
+            self._emitted = len(text)
+        closer = self._markup.call_end
+        if not closer:
+            return text.endswith("}") and self._close_call(len(text))
+        at = text.find(closer, self._search)
+        if at < 0:
+            self._search = max(self._search, len(text) - len(closer) + 1)
+            return False
+        self._search = at + len(closer)
+        if self._close_call(self._search):
+            return True
+        if not calls.open_string(text[self._unit : at]):
+            self._demote()
+        return True
+
+    def _close_call(self, end: int) -> bool:
+        """Finish the call if its unit, up to `end`, reads as one."""
+        calls = self._markup.calls
+        assert calls is not None
+        parsed = calls.parse(self._tape.literal(self._unit, end))
+        if parsed is None:
+            return False
+        if self._prior_end > self._begin:
+            self._done("text", self._begin, self._prior_end)
+        self._done_call(parsed, end)
+        self._begin = self._search = self._emitted = end
+        self._mode = "after_call"
+        return True
+
+    def _demote(self) -> None:
+        """What looked like a call is text: it joins the text before it."""
+        self._mode = "text"
+        self._emitted = self._prior_end if self._prior_end > self._begin else self._begin
+        self._search = max(self._search, self._unit + 1)
+
+    def _delta(self, end: int) -> None:
+        if end <= self._emitted:
+            return
+        text = self._tape.literal(self._emitted, end)
+        self._emitted = end
+        kind = ThinkingDelta if self._mode == "thinking" else TextDelta
+        self._events.append(kind(text))
+
+    def _done(
+        self, kind: Literal["thinking", "text"], begin: int, end: int | None, partial: bool = False
+    ) -> None:
+        gap, ids, text = self._tape.cut(begin, end)
+        self._events.append(SegmentDone(kind, gap, ids, text, partial=partial))
+
+    def _done_call(self, call: ParsedCall, end: int) -> None:
+        if not self._call_started:
+            self._events.append(CallStarted(self._calls, call.name))
+        gap, ids, text = self._tape.cut(self._unit, end)
+        self._events.append(
+            SegmentDone("tool_call", gap, ids, text, call.name, dict(call.arguments), call.call_id)
+        )
+        self._calls += 1
+
+
+def _longest(markers: Sequence[Marker]) -> int:
+    return max((len(marker.core) for marker in markers), default=1)
+
+
+def _held_back(text: str, markers: Sequence[Marker]) -> int:
+    """How many characters at the end may turn out to belong to a marker: blanks, and blanks with
+    the beginning of one."""
+    held = 0
+    for marker in markers:
+        for size in range(min(len(marker.core) - 1, len(text)), 0, -1):
+            if text.endswith(marker.core[:size]):
+                held = max(held, size)
+                break
+    kept = text[: len(text) - held]
+    return held + len(kept) - len(kept.rstrip())
+
+
+class _Tape:
+    """The ids so far as text, with the span of each id.
+
+    A control token that is (part of) a marker is one character that no decoding can give: a lone
+    surrogate. `markup` is the format's, spelled in the same way.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, markup: Markup, after: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.stream(after=after)
+        self._ids = list(after[-8:])
+        self._next = len(self._ids)  # the first id that is in no content or gap yet
+        self._starts = [0] * len(self._ids)
+        self.text = ""
+        self._literals: dict[str, str] = {}  # surrogate -> literal
+        self._surrogates: dict[int, str] = {}  # control id -> surrogate
+        self.markup = self._spell_markup(markup)
+
+    def feed(self, token_id: int) -> None:
+        self._ids.append(token_id)
+        self._starts.append(len(self.text))
+        text = self._decoder.feed(token_id)
+        self.text += self._surrogates.get(token_id, text)
+
+    def flush(self) -> None:
+        self.text += self._decoder.flush()
+
+    def literal(self, start: int, end: int) -> str:
+        """Text as people read it."""
+        text = self.text[start:end]
+        for surrogate, literal in self._literals.items():
+            text = text.replace(surrogate, literal)
+        return text
+
+    def cut(self, begin: int, end: int | None) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        """The ids before `begin` that nothing holds yet, and those of text[begin:end] (None: to
+        the very end), with the text of the latter."""
+        first = self._next
+        while first < len(self._ids) and self._starts[first] < begin:
+            if self._shared(first, begin):
+                break
+            first += 1
+        stop = len(self._ids)
+        if end is not None:
+            stop = first
+            while stop < len(self._ids) and self._starts[stop] < end:
+                stop += 1
+            if stop - 1 > first and self._end(stop - 1) > end and not self._before(stop - 1, end):
+                stop -= 1
+        gap, ids = tuple(self._ids[self._next : first]), tuple(self._ids[first:stop])
+        text = self._tokenizer.decode(ids, after=self._ids[max(0, first - 8) : first])
+        self._next = stop
+        return gap, ids, text
+
+    def _end(self, index: int) -> int:
+        return self._starts[index + 1] if index + 1 < len(self._starts) else len(self.text)
+
+    def _shared(self, index: int, begin: int) -> bool:
+        """Whether an id that begins before the content also holds some of it."""
+        return bool(self.text[begin : self._end(index)].strip())
+
+    def _before(self, index: int, end: int) -> bool:
+        """Whether an id that goes on after the content holds more of it than blanks."""
+        return bool(self.text[self._starts[index] : end].strip())
+
+    def _spell_markup(self, markup: Markup) -> Markup:
+        return Markup(
+            start=self._spell_markers(markup.start),
+            text=self._spell_markers(markup.text),
+            thinking=self._spell_markers(markup.thinking),
+            after_call=self._spell_markers(markup.after_call),
+            calls=markup.calls,
+            call_end=self._spell(markup.call_end),
+            skip_after_call=tuple(map(self._spell, markup.skip_after_call)),
+        )
+
+    def _spell_markers(self, markers: Sequence[Marker]) -> tuple[Marker, ...]:
+        return tuple(
+            replace(marker, core=self._spell(marker.core), unit=self._spell(marker.unit))
+            for marker in markers
+        )
+
+    def _spell(self, literal: str) -> str:
+        spelled = ""
+        for part in self._tokenizer.split_frame(literal):
+            if isinstance(part, str):
+                spelled += part
+                continue
+            if part not in self._surrogates:
+                surrogate = chr(0xD800 + len(self._surrogates))
+                self._surrogates[part] = surrogate
+                self._literals[surrogate] = self._tokenizer.decode([part])
+            spelled += self._surrogates[part]
+        return spelled
