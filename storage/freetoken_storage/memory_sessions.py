@@ -208,6 +208,8 @@ class MemorySessions:
         with self._life.write():
             session = self._session(name)
             branches = session.branches
+            for tombstone in scrub.tombstones:
+                encode_name("segment id", tombstone.id)
             check_scrub(
                 name,
                 scrub,
@@ -218,6 +220,8 @@ class MemorySessions:
                 del session.nodes[node_id], session.places[node_id]
             for segment_id in scrub.segment_ids & session.segments.keys():
                 del session.segments[segment_id]
+            for tombstone in scrub.tombstones:
+                session.segments[tombstone.id] = tombstone
             for name_, gone in scrub.logs.items():
                 log = branches[name_].log
                 branches[name_].log = [entry for entry in log if entry.sequence not in gone]

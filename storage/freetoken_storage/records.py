@@ -105,12 +105,18 @@ class Committed:
 @dataclass(frozen=True)
 class Scrub:
     """What `purge` removes from one session, in one transaction. Values named here disappear
-    from the tree and the logs; `Database.compact` then makes the bytes leave the files."""
+    from the tree and the logs; `Database.compact` then makes the bytes leave the files.
+
+    `expected_versions`: branches that must still be at these versions (SessionConflict).
+    `tombstones`: segments written in the same transaction, after the removals.
+    """
 
     node_ids: frozenset[int] = frozenset()
     segment_ids: frozenset[str] = frozenset()
     logs: Mapping[str, frozenset[int]] = field(default_factory=dict)  # branch -> sequences
-    branch_bodies: Mapping[str, bytes] = field(default_factory=dict)  # rewritten, version + 1
+    branch_bodies: Mapping[str, bytes] = field(default_factory=dict)  # rewritten
+    expected_versions: Mapping[str, int] = field(default_factory=dict)
+    tombstones: Sequence[SegmentRecord] = ()
 
 
 class Sessions(Protocol):
@@ -159,7 +165,9 @@ class Sessions(Protocol):
         """The branch's log, oldest first."""
 
     def scrub(self, name: str, scrub: Scrub) -> None:
-        """Remove nodes, segments and log entries in one durable transaction."""
+        """Remove nodes, segments and log entries in one durable transaction; the version of every
+        branch named in `logs` or `branch_bodies` grows by one. SessionConflict if a branch head or
+        a remaining node needs what would go (somebody wrote meanwhile), BranchNotFound."""
 
     def list(self, prefix: str = "") -> list[SessionRecord]:
         """Sessions whose name starts with `prefix`, by name."""

@@ -174,6 +174,8 @@ class StoredSessions:
                 rows.delete_node(node_id)
             for segment_id in scrub.segment_ids:
                 rows.delete_segment(segment_id)
+            for tombstone in scrub.tombstones:
+                rows.put_segment(tombstone)
             for branch, sequences in scrub.logs.items():
                 for sequence in sequences:
                     rows.delete_log(branches[branch].number, sequence)
