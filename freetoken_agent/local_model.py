@@ -121,7 +121,10 @@ class LocalModel:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        return _NO_WEIGHTS if self._engine is None else self._engine.fingerprint
+        if self._engine is None:
+            return _NO_WEIGHTS
+        made = self._engine.fingerprint
+        return Fingerprint(made.digest, made.parts)
 
     @property
     def context_limit(self) -> int:

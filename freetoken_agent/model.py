@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from freetoken_runtime.errors import ContextOverflow, InvalidSampling
 from freetoken_runtime.errors import EngineClosed as ModelClosed
-from freetoken_runtime.reports import PathMiss, Token
+from freetoken_runtime.reports import PathMiss
 from freetoken_runtime.reports import ReusePlan as PathPlan
 from freetoken_runtime.reports import Usage as PathUsage
 from freetoken_storage.errors import FreetokenError
@@ -64,6 +64,20 @@ class SamplingOptions:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int = 0
     force: tuple[int, ...] = ()  # ids fed as if they had been sampled, then sampling goes on
+
+
+class Token(Protocol):
+    """One sampled id. `logprob`: natural log under the unmodified distribution; `top`: the most
+    likely (id, logprob) pairs when `logprobs` were asked for."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def logprob(self) -> float: ...
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
 
 
 class TokenStream(Protocol):

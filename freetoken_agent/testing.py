@@ -22,7 +22,6 @@ from .model import (
     PathPlan,
     PathUsage,
     SamplingOptions,
-    Token,
 )
 from .reuse_ledger import Ledger, chain_digest
 from .template import ChatFormat, Item
@@ -115,6 +114,15 @@ Step = Answer | Callable[[Request], Answer]
 Emitted = int | Exception
 
 
+@dataclass(frozen=True)
+class ScriptedToken:
+    """An id of the script; certain, so its logprob is 0."""
+
+    id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class ScriptedStream:
     """A `TokenStream` over ids that are known beforehand. It forwards when it is first pulled."""
 
@@ -137,10 +145,10 @@ class ScriptedStream:
         self.usage = PathUsage(len(request.ids), 0, 0)
         self._started = False
 
-    def __iter__(self) -> Iterator[Token]:
+    def __iter__(self) -> Iterator[ScriptedToken]:
         return self
 
-    def __next__(self) -> Token:
+    def __next__(self) -> ScriptedToken:
         if not self._started:
             self._started = True
             self.usage = self._model._prefill(self._request, self._on_progress)
@@ -159,7 +167,7 @@ class ScriptedStream:
             self._finish("stop")
         elif len(self._sampled) >= self._model._room(self._request):
             self._finish("length")
-        return Token(id=item, logprob=0.0)
+        return ScriptedToken(item)
 
     def cancel(self) -> None:
         if not self._done:

@@ -100,7 +100,7 @@ def test_an_error_comes_out_of_the_stream_and_the_model_goes_on() -> None:
     error = RuntimeError("the device fell off")
     model = ScriptedModel([["par", error], "whole"])
     stream = model.generate([1], SamplingOptions())
-    got = []
+    got: list[int] = []
     with pytest.raises(RuntimeError, match="fell off"):
         got.extend(token.id for token in stream)
     assert said(model, [1]) == "whole<|im_end|>"

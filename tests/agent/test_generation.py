@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generations on a scripted model: what is stored, what is counted, what is refused."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import pytest
+from freetoken_agent import Session, Store
+from freetoken_agent.errors import GenerationConflict, NothingToGenerate, SessionBusy
+from freetoken_agent.events import (
+    GenerationEvent,
+    PlanReady,
+    ReplyFinished,
+    SegmentFinished,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallReady,
+)
+from freetoken_agent.generation import GenerationUnfinished
+from freetoken_agent.model import ContextOverflow
+from freetoken_agent.testing import Answer, Call, Raw, Request, ScriptedModel, Step, Think
+
+CLOSER = 258  # <|im_end|>
+END_OF_TEXT = 256  # a stop id that is not the template's closer
+THOUGHT_TEXT_CALLS: Step = [Think("hm"), "so", Call("ls", {"p": "/"}), Call("cd", {"p": "é"})]
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with Store(":memory:") as store:
+        yield store
+
+
+def begin(store: Store, *script: Step, **options: object) -> Session:
+    model = ScriptedModel(script, **options)  # type: ignore[arg-type]
+    session = store.create("s", model, system="You are helpful.")
+    session.append("user", "Hi")
+    return session
+
+
+def scripted(session: Session) -> ScriptedModel:
+    assert isinstance(session.model, ScriptedModel)
+    return session.model
+
+
+async def events_of(stream: AsyncIterator[GenerationEvent]) -> list[GenerationEvent]:
+    return [event async for event in stream]
+
+
+async def test_a_text_reply_yields_exactly_these_events(store: Store) -> None:
+    """Oracle: the order that the events module documents; one delta per byte of the script."""
+    session = begin(store, "héy")
+    events = await events_of(session.generate())
+    assert [event.type for event in events] == [
+        "plan_ready",
+        "prefill_progress",
+        *["text_delta"] * 3,
+        "segment_finished",
+        "reply_finished",
+    ]
+    assert {(event.session, event.branch, event.step) for event in events} == {("s", "main", 0)}
+    last = events[-1]
+    assert isinstance(last, ReplyFinished)
+    assert (last.reply.text, last.reply.finish_reason) == ("héy", "stop")
+    assert last.reply.segments == tuple(session.path()[-1:])
+
+
+async def test_thoughts_texts_and_calls_become_segments(store: Store) -> None:
+    """Oracle: the script, and the sampled ids, which the path must hold as they were sampled."""
+    session = begin(store, THOUGHT_TEXT_CALLS)
+    before = session.ids()
+    events = await events_of(session.generate())
+    reply = events[-1].reply if isinstance(events[-1], ReplyFinished) else None
+    assert reply is not None
+    assert [s.kind for s in reply.segments] == ["thinking", "text", "tool_call", "tool_call"]
+    assert (reply.thinking, reply.text) == ("hm", "so")
+    assert [(c.tool, c.arguments) for c in reply.calls] == [("ls", {"p": "/"}), ("cd", {"p": "é"})]
+    assert len({c.call_id for c in reply.calls}) == 2
+    assert reply.finish_reason == "tool_calls"
+    ready = [event.call for event in events if isinstance(event, ToolCallReady)]
+    assert tuple(ready) == reply.calls
+    request = scripted(session).requests[0]
+    assert list(request.ids[: len(before)]) == before
+    sampled = session.ids()[len(request.ids) :]
+    twin = ScriptedModel([THOUGHT_TEXT_CALLS])
+    stream = twin.generate([1], request.sampling)
+    assert [*sampled, CLOSER] == [token.id for token in stream]
+    assert reply.usage.output_tokens == len(sampled) + 1
+    assert reply.usage.thinking_tokens == len("hm")
+
+
+async def test_a_segment_is_stored_before_its_event(store: Store) -> None:
+    """Oracle: a second handle on the store, read while the event is being handled."""
+    session = begin(store, THOUGHT_TEXT_CALLS)
+    finished = 0
+    async for event in session.generate():
+        if isinstance(event, SegmentFinished):
+            finished += 1
+            stored = store.open("s").path()
+            assert stored[-1].id == event.segment.id
+            assert len(stored) == 2 + finished
+    assert finished == 4
+
+
+async def test_a_generation_is_one_undo_step(store: Store) -> None:
+    """Oracle: the path before it. API rule 3."""
+    session = begin(store, THOUGHT_TEXT_CALLS)
+    before = session.path()
+    await session.reply()
+    after = session.path()
+    session.undo()
+    assert session.path() == before
+    session.redo()
+    assert [s.id for s in session.path()] == [s.id for s in after]
+
+
+async def test_the_plan_comes_true(store: Store) -> None:
+    """Oracle: counting by hand; API rule 6: the stop id starts the next gap, so P = new + 1."""
+    session = begin(store, "abc", "d", "e")
+    first = await session.reply()
+    total = len(scripted(session).requests[0].ids)
+    assert (first.usage.reused_tokens, first.usage.prefill_tokens) == (0, total)
+    before = len(session.ids())
+    session.append("user", "go")
+    plan = session.plan()
+    assert plan.prefill_tokens == plan.input_tokens - before
+    async with session.generate() as generation:
+        events = await events_of(generation)
+    assert isinstance(events[0], PlanReady) and events[0].plan == plan
+    usage = generation.reply.usage
+    assert usage.prefill_tokens == plan.prefill_tokens
+    assert usage.reused_tokens + usage.prefill_tokens == usage.input_tokens == plan.input_tokens
+    await session.warm()
+    assert session.plan().prefill_tokens == 0
+
+
+async def test_rule06_a_stop_id_that_closes_nothing_is_only_reported(store: Store) -> None:
+    """Oracle: the template's own gap, which holds <|im_end|> and no other stop id."""
+    session = begin(store, Raw([97, END_OF_TEXT]), "b")
+    reply = await session.reply()
+    assert (reply.text, reply.finish_reason, reply.usage.output_tokens) == ("a", "stop", 2)
+    session.append("user", "go")
+    await session.reply()
+    assert END_OF_TEXT not in session.ids()
+
+
+async def test_rule07_a_cut_turn_stays_open_and_goes_on(store: Store) -> None:
+    """Oracle: the script in two parts. The continuation has no gap and no opener."""
+    session = begin(store, "one two", Raw(" two<|im_end|>"), "three")
+    first = await session.reply(max_tokens=3)
+    assert (first.text, first.finish_reason) == ("one", "length")
+    second = await session.reply()
+    assert (second.text, second.finish_reason) == (" two", "stop")
+    texts = session.path()[-2:]
+    assert [s.text for s in texts] == ["one", " two"]
+    assert texts[1].frame_tokens == 0
+    assert session.render().endswith("<|im_start|>assistant\none two")
+    assert second.usage.prefill_tokens == 1  # the last sampled id
+    with pytest.raises(NothingToGenerate) as caught:
+        await session.reply()
+    assert caught.value.code == "nothing_to_generate"
+    session.append("user", "more")
+    assert (await session.reply()).text == "three"
+
+
+async def test_rule07_a_cut_thought_goes_on(store: Store) -> None:
+    """Oracle: the script in two parts."""
+    session = begin(store, [Think("abcd"), "x"], Raw("cd\n</think>\n\nso<|im_end|>"))
+    first = await session.reply(max_tokens=1 + len("\nab"))
+    assert [(s.kind, s.text) for s in first.segments] == [("thinking", "ab")]
+    second = await session.reply()
+    assert [(s.kind, s.text) for s in second.segments] == [("thinking", "cd"), ("text", "so")]
+    assert session.render().endswith("<think>\nabcd\n</think>\n\nso")
+
+
+async def test_an_answer_that_ends_at_once_closes_the_turn(store: Store) -> None:
+    """Oracle: the rendering of an empty assistant message."""
+    session = begin(store, "")
+    reply = await session.reply()
+    assert (reply.text, reply.finish_reason) == ("", "stop")
+    assert [s.text for s in reply.segments] == [""]
+    with pytest.raises(NothingToGenerate):
+        await session.reply()
+
+
+@pytest.mark.parametrize("pulls", range(1, 60, 3))
+async def test_s11_cancel_at_every_event_then_prompt_again(store: Store, pulls: int) -> None:
+    """Oracle: the uncancelled run: what was written is a prefix of it, and the next turn works."""
+    whole = ScriptedModel([THOUGHT_TEXT_CALLS]).generate([1], scripted_options())
+    said = [token.id for token in whole][:-1]
+    session = begin(store, THOUGHT_TEXT_CALLS, "again")
+    async with session.generate() as generation:
+        async for count, event in enumerate_async(generation):
+            last = event
+            if count == pulls:
+                generation.cancel()
+    assert isinstance(last, ReplyFinished)
+    assert generation.reply == last.reply
+    assert last.reply.finish_reason in ("cancelled", "tool_calls")
+    usage = last.reply.usage
+    assert usage.reused_tokens + usage.prefill_tokens == usage.input_tokens
+    if last.reply.segments:
+        written = session.ids()[len(scripted(session).requests[0].ids) :]
+        assert written == said[: len(written)]
+    session.append("user", "now?")
+    assert (await session.reply()).text == "again"
+    kinds = [s.kind for s in session.path()]
+    assert kinds.count("tool_call") == kinds.count("tool_result")
+
+
+@pytest.mark.parametrize("pulls", range(1, 60, 7))
+async def test_s43_leaving_a_stream_early_closes_everything(
+    store: Store, pulls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the log stays empty, no thread stays, and the branch takes the next message. (Warnings
+    and unraisable errors fail a test here.)"""
+    session = begin(store, THOUGHT_TEXT_CALLS, "again")
+    threads = threading.active_count()
+    async for count, _ in enumerate_async(session.generate()):
+        if count == pulls:
+            break
+    session.append("user", "now?")
+    assert (await session.reply()).text == "again"
+    assert not caplog.records
+    await asyncio.sleep(0.01)
+    assert threading.active_count() <= threads
+
+
+async def test_a_cancelled_task_keeps_what_was_written(store: Store) -> None:
+    """Oracle: the script up to the point where it waits."""
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class Waits(ScriptedModel):
+        def _room(self, request: Request) -> int:
+            if len(self.requests) == 1 and not waiting.is_set():
+                waiting.set()
+                go_on.wait(20)
+            return super()._room(request)
+
+    session = store.create("s", Waits(["slow", "again"]))
+    session.append("user", "Hi")
+    task = asyncio.ensure_future(session.reply())
+    while not waiting.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert session.path()[-1].text == "s"
+    session.append("user", "now?")
+    assert (await session.reply()).text == "again"
+
+
+async def test_an_error_of_the_model_keeps_the_text_and_frees_the_branch(store: Store) -> None:
+    """Oracle: the script; the error arrives unchanged."""
+    session = begin(store, ["par", RuntimeError("fell off")], Raw("tly<|im_end|>"))
+    with pytest.raises(RuntimeError, match="fell off"):
+        await session.reply()
+    assert session.path()[-1].text == "par"
+    assert (await session.reply()).text == "tly"
+
+
+async def test_an_overlong_path_is_refused_and_the_session_goes_on(store: Store) -> None:
+    """Oracle: the model's own limit, in the error."""
+    session = begin(store, "ok", context_limit=100)
+    session.append("user", "x" * 100)
+    with pytest.raises(ContextOverflow) as caught:
+        await session.reply()
+    assert caught.value.code == "context_overflow"
+    session.undo()
+    assert (await session.reply()).text == "ok"
+
+
+async def test_rule10_one_writer_per_branch(store: Store) -> None:
+    """Oracle: API rule 10: mutators raise, readers and forks work."""
+    session = begin(store, "hello", "other")
+    async with session.generate() as generation:
+        await anext(generation)
+        with pytest.raises(SessionBusy) as caught:
+            session.append("user", "no")
+        assert caught.value.code == "session_busy"
+        with pytest.raises(SessionBusy):
+            await session.reply()
+        assert len(session.path()) == 2 and session.find(kind="user") and session.plan()
+        fork = session.fork()
+        assert (await fork.reply()).text == "hello"
+        assert [event.type async for event in generation][-1] == "reply_finished"
+    assert generation.reply.text == "other"
+
+
+async def test_rule10_a_conflicting_generation_is_saved_elsewhere(store: Store) -> None:
+    """Oracle: the other writer's branch is as it left it, ours is on the named branch."""
+    session = begin(store, ["abc", Call("ls", {})])
+    rival = store.open("s", session.model)
+    with pytest.raises(GenerationConflict) as caught:
+        async for event in session.generate():
+            if isinstance(event, PlanReady):
+                rival.append("user", "first!")
+    assert [s.text for s in store.open("s").path()][-1] == "first!"
+    saved = store.open("s", branch=caught.value.branch).path()
+    assert [s.kind for s in saved] == ["system", "user", "text", "tool_call"]
+
+
+async def test_five_branches_write_concurrently(store: Store) -> None:
+    """Oracle: each branch's own script."""
+
+    def answer(request: Request) -> Answer:
+        return request_text(request)[-1] * 5
+
+    session = begin(store, *[answer] * 5)
+    branches = [session.fork(name=f"b{i}") for i in range(5)]
+    for index, branch in enumerate(branches):
+        branch.append("user", f"say {index}")
+    replies = await asyncio.gather(*(branch.reply() for branch in branches))
+    assert [reply.text for reply in replies] == [str(i) * 5 for i in range(5)]
+    assert [branch.path()[-1].text for branch in branches] == [str(i) * 5 for i in range(5)]
+
+
+def request_text(request: Request) -> str:
+    """The text of the last user message of a scripted request."""
+    text = bytes(i for i in request.ids if i < 256).decode()
+    return text.rsplit("user\n", 1)[1].split("\nassistant")[0]
+
+
+async def test_work_runs_off_the_event_loop(store: Store) -> None:
+    """Oracle: thread identities, and a ticker that runs while the model blocks. API rule 11."""
+    ran: list[int] = []
+
+    def slow(request: Request) -> Answer:
+        ran.append(threading.get_ident())
+        ticked.wait(20)
+        return "done"
+
+    ticked = threading.Event()
+    session = begin(store, slow)
+    task = asyncio.ensure_future(session.reply())
+    while not ran:
+        await asyncio.sleep(0.001)
+    ticked.set()
+    assert (await task).text == "done"
+    assert ran != [threading.get_ident()]
+
+
+async def test_generate_sync_works_inside_a_running_loop(store: Store) -> None:
+    """Oracle: the script."""
+    session = begin(store, THOUGHT_TEXT_CALLS)
+    assert session.generate_sync().text == "so"
+
+
+def test_generate_sync_works_without_a_loop(store: Store) -> None:
+    """Oracle: the script; an error of the model leaves the session usable."""
+    session = begin(store, "a", [RuntimeError("fell off")], "b")
+    assert session.generate_sync().text == "a"
+    session.append("user", "go")
+    with pytest.raises(RuntimeError, match="fell off"):
+        session.generate_sync()
+    assert session.generate_sync().text == "b"
+
+
+async def test_nothing_happens_before_the_first_pull(store: Store) -> None:
+    """Oracle: the branch is not busy, and the reply is refused by name."""
+    session = begin(store, "a")
+    generation = session.generate()
+    session.append("user", "more")
+    with pytest.raises(GenerationUnfinished) as caught:
+        _ = generation.reply
+    assert caught.value.code == "generation_unfinished"
+    await generation.aclose()
+    assert not scripted(session).requests
+
+
+async def test_thinking_reaches_the_template(store: Store) -> None:
+    """Oracle: the template, which writes an empty thought when thinking is off."""
+    session = begin(store, "a", "b")
+    await session.reply(thinking=False)
+    assert session.render().endswith("<|im_start|>assistant\n<think>\n\n</think>\n\na")
+    session.append("user", "go")
+    await session.reply()
+    assert session.render().endswith("<|im_start|>assistant\nb")
+
+
+async def test_stop_texts_end_the_answer(store: Store) -> None:
+    """Oracle: the script up to the end of the first stop text, however its bytes arrive."""
+    session = begin(store, "one. twö. three", "next")
+    reply = await session.reply(stop=["wö", "never"])
+    assert (reply.text, reply.finish_reason) == ("one. twö", "stop")
+    session.append("user", "go")
+    assert (await session.reply()).text == "next"
+    assert "three" not in session.render()
+
+
+async def test_forced_ids_are_stored_as_if_sampled(store: Store) -> None:
+    """Oracle: the ids given."""
+    session = begin(store, "b")
+    reply = await session.reply(force=[104, 105, 195, 169])
+    assert reply.text == "hiéb"
+
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(TEXTS, TEXTS)
+def test_deltas_are_whole_characters(thought: str, text: str) -> None:
+    """Oracle: the script; the byte tokenizer samples one byte at a time."""
+    parts: Sequence[str | Think] = [Think(thought), text] if thought.strip() else [text]
+    with Store(":memory:") as store:
+        session = begin(store, list(parts))
+        deltas = asyncio.run(events_of(session.generate()))
+    assert "\ufffd" not in "".join(d.text for d in deltas if isinstance(d, TextDelta))
+    assert "".join(d.text for d in deltas if isinstance(d, TextDelta)) == text
+    if thought.strip():
+        shown = "".join(d.text for d in deltas if isinstance(d, ThinkingDelta))
+        assert shown.strip() == thought.strip()
