@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Self, Unpack
 
 import anyio
@@ -19,7 +20,7 @@ from freetoken_storage.errors import FreetokenError
 
 from .events import GenerationEvent, PrefillProgress
 from .generate_options import GenerateKwargs, GenerateOptions
-from .model_step import ModelStep
+from .model_step import ModelStep, usage_of
 from .segments import Reply, Usage
 
 if TYPE_CHECKING:
@@ -182,3 +183,13 @@ def generate_sync(session: "Session", **options: Unpack[GenerateKwargs]) -> Repl
         step.close()
     assert step.reply is not None, "a finished step has a reply or has raised"
     return step.reply
+
+
+async def warm(session: "Session") -> Usage:
+    """Forward the head's path where its state is missing, the last row included. It prices what a
+    plan at a closed head says, and costs nothing the second time."""
+    model = session.model
+    ids = session.ids()
+    ends = list(accumulate(s.frame_tokens + s.num_tokens for s in session.path()))
+    usage = await anyio.to_thread.run_sync(lambda: model.warm(ids, anchors=ends))
+    return usage_of(usage)

@@ -12,7 +12,7 @@ from . import events, parsing
 from .draft import Draft
 from .events import GenerationEvent
 from .generate_options import GenerateOptions
-from .model import PathUsage, TokenStream
+from .model import Model, PathUsage, TokenStream
 from .segments import FinishReason, Reply, Segment, Usage
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ModelStep:
             draft.ids,
             replace(sampling, stop_ids=self._stops),
             anchors=draft.anchors,
-            anchor_after=ends,
+            anchor_after=ends | segment_enders(draft.model),
             on_progress=self._report_progress,
         )
         self._stream = stream
@@ -214,16 +214,7 @@ class ModelStep:
             calls=calls,
             segments=tuple(self._segments),
             finish_reason=finish,
-            usage=Usage(
-                input_tokens=usage.input_tokens,
-                reused_tokens=usage.reused_tokens,
-                prefill_tokens=usage.prefill_tokens,
-                output_tokens=usage.output_tokens,
-                thinking_tokens=sum(s.num_tokens for s in thoughts),
-                ttft_s=usage.ttft_s,
-                decode_s=usage.decode_s,
-                changed=usage.changed,
-            ),
+            usage=usage_of(usage, thinking_tokens=sum(t.num_tokens for t in thoughts)),
         )
 
     def _report_progress(self, done: int, total: int) -> None:
@@ -234,3 +225,26 @@ class ModelStep:
 
     def _place(self, draft: Draft) -> events.Place:
         return {"session": draft.session, "branch": draft.branch, "step": self._index}
+
+
+def segment_enders(model: Model) -> frozenset[int]:
+    """Control ids that the model writes right after a thought or at the end of a call: a state kept
+    there serves an edit of what follows."""
+    markup = model.format.markup
+    literals = [marker.core for marker in markup.thinking if marker.target == "text"]
+    ends = [model.tokenizer.split_frame(text)[-1:] for text in (*literals, markup.call_end) if text]
+    return frozenset(part for end in ends for part in end if isinstance(part, int))
+
+
+def usage_of(usage: PathUsage, thinking_tokens: int = 0) -> Usage:
+    """The model's counts, with what only the agent layer knows."""
+    return Usage(
+        input_tokens=usage.input_tokens,
+        reused_tokens=usage.reused_tokens,
+        prefill_tokens=usage.prefill_tokens,
+        output_tokens=usage.output_tokens,
+        thinking_tokens=thinking_tokens,
+        ttft_s=usage.ttft_s,
+        decode_s=usage.decode_s,
+        changed=usage.changed,
+    )
