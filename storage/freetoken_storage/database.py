@@ -20,6 +20,13 @@ import lmdb
 
 from . import keys, values
 from .budgets import DiskBudget
+from .compaction import (
+    is_pending,
+    mark_pending,
+    replace_file,
+    sync_folder,
+    unmark_pending,
+)
 from .errors import (
     StorageError,
     StoreDamaged,
@@ -41,6 +48,7 @@ MAP_BYTES = 1 << 40  # costs nothing; growing a map under an open reader is a cr
 MAX_READERS = 510
 FULL_DISK_BYTES = 1 << 20  # with less than this free, any failed commit is a full disk
 OPEN_TIMEOUT_S = 10.0
+KINDS = ("sessions", "states")
 
 logger = logging.getLogger(__name__)
 
@@ -187,25 +195,22 @@ def _open_lmdb(folder: Path, read_only: bool, sync_header: bool) -> Any:
     )
 
 
+def create_file(folder: Path) -> None:
+    """Make a folder with an empty database file in it."""
+    folder.mkdir()
+    _open_lmdb(folder, read_only=False, sync_header=True).close()
+
+
 def _create(folder: Path, form: Format) -> None:
     """Make an empty database that appears whole or not at all."""
     temporary = folder.with_name(folder.name + ".new")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    _open_lmdb(temporary, read_only=False, sync_header=True).close()
+    create_file(temporary)
     environment = LmdbEnvironment(temporary, Gate(), read_only=False, sync_header=True)
     upgrade(environment, form, alone=True)
     environment.close()
     temporary.rename(folder)
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder.parent)
 
 
 class Database:
@@ -236,6 +241,8 @@ class Database:
             self._lock = StoreLock(self.path, read_only=read_only)
             stack.callback(self._lock.close)
             alone = self._lock.begin(OPEN_TIMEOUT_S)
+            if alone and not read_only and is_pending(self.path):
+                self._finish_scrub()
             self._sessions = self._open_sessions(alone)
             stack.callback(self._sessions.close)
             self.sessions = StoredSessions(self._sessions)
@@ -262,6 +269,16 @@ class Database:
             raise StoreReadOnly(
                 "the store's folder cannot be made", value=str(self.path)
             ) from error
+
+    def _finish_scrub(self) -> None:
+        """Do what a `compact` could not do while another process had the store open."""
+        try:
+            for kind in KINDS:
+                if (self.path / kind).exists():
+                    replace_file(self.path / kind, kind)
+            unmark_pending(self.path)
+        except StorageError as error:
+            self._notify(f"deleted bytes could not leave the files yet: {error}")
 
     def _open_sessions(self, alone: bool) -> LmdbEnvironment:
         folder = self.path / "sessions"
@@ -335,6 +352,37 @@ class Database:
         """Bytes of the files: `sessions`, `states`."""
         states_bytes = 0 if self._states is None else self._states.file_bytes()
         return {"sessions": self._sessions.file_bytes(), "states": states_bytes}
+
+    def compact(self) -> bool:
+        """Rewrite both files, so that deleted bytes leave them. False if another process has the
+        store open: then the next opening that is alone does it. It keeps other threads out while
+        it runs, and needs as much free disk as the files hold; StoreFull, StoreDamaged leave them
+        as they were."""
+        if self.read_only:
+            raise StoreReadOnly("a store opened for reading cannot be compacted")
+        if isinstance(self.snapshots, StoredSnapshots):
+            self.snapshots.write_touches()
+        with self._gate.alone():
+            mark_pending(self.path)
+            if not self._lock.try_alone():
+                return False
+            try:
+                self._replace_file(self._sessions, "sessions")
+                if self._states is not None:
+                    self._replace_file(self._states, "states")
+                else:  # damaged and not in use
+                    shutil.rmtree(self.path / "states", ignore_errors=True)
+                unmark_pending(self.path)
+            finally:
+                self._lock.share()
+        return True
+
+    def _replace_file(self, environment: LmdbEnvironment, kind: str) -> None:
+        environment.close()
+        try:
+            replace_file(self.path / kind, kind)
+        finally:
+            environment.open()
 
     def close(self) -> None:
         """Wait for other threads' transactions, then close. Closing twice is allowed."""

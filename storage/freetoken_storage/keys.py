@@ -146,3 +146,9 @@ def last_number(key: bytes) -> int:
     """The number a LOG or NODE key ends with."""
     number: int = _NUMBER.unpack_from(key, len(key) - NUMBER_BYTES)[0]
     return number
+
+
+def blob_of_chunk(key: bytes) -> int:
+    """The blob that a CHUNK key belongs to."""
+    blob: int = _NUMBER.unpack_from(key, 1)[0]
+    return blob
