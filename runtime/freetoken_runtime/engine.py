@@ -7,7 +7,9 @@
 It knows no chat, no text and no session.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,12 +17,13 @@ from typing import Self
 import numpy as np
 import torch
 
+from freetoken_storage.errors import StoreMismatch
 from freetoken_storage.records import Snapshots
 
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
-from .errors import ContextOverflow, InvalidIds
+from .errors import ContextOverflow, InvalidAnchors, InvalidConfig, InvalidIds
 from .generation import Generation
-from .memory import MemoryBudget
+from .memory import MemoryBudget, return_freed_memory
 from .owner import Owner
 from .plan import plan_memory
 from .reports import EngineStats, ReusePlan, Usage
@@ -30,9 +33,12 @@ from .scheduler import Scheduler
 from .state.anchors import check_anchors
 from .state.buffers import Pool, RowShape, StateLayout
 from .state.digest import Fingerprint, Ids, fingerprint
+from .state.disk import DiskStates
 from .state.keeper import StateKeeper
 from .state.lookup import History, Lookup
+from .state.persist import Persister
 from .state.prefix import PrefixIndex
+from .state.sequence import Sequence as StateSequence
 from .state.sequence import Spaces
 from .task import Request, Task
 from .weights import LoadedModel, load
@@ -55,10 +61,17 @@ class Engine:
         plan = plan_memory(spec, config, model.decoder.size_bytes, config.ram_budget_bytes)
         self._budget = MemoryBudget(plan, pool.meter)
         self._index = PrefixIndex()
-        history = History()
-        self._lookup = Lookup(self.fingerprint.digest, self._index, history)
-        self._keeper = StateKeeper(Spaces(pool), self._index, self._lookup, history, self._budget)
+        self._pool = pool
+        self._history = History()
+        self._lookup = Lookup(self.fingerprint.digest, self._index, self._history)
+        self._spaces = Spaces(pool)
+        self._keeper = StateKeeper(
+            self._spaces, self._index, self._lookup, self._history, self._budget
+        )
+        self._store_lock = threading.Lock()
+        self._persister: Persister | None = None
         self._runner = Runner(model.decoder)
+        self._keeper.on_restored = self._runner.rates.restored
         self._worker = Worker(
             self._runner,
             Scheduler(config.prefill_chunk, config.max_batch),
@@ -66,7 +79,7 @@ class Engine:
             spec.context_limit,
         )
         self._owner = Owner(self._worker)
-        self._owner.call(lambda: torch.set_num_threads(config.threads))
+        self._owner.call(self._prepare)
 
     @classmethod
     def load(
@@ -85,8 +98,97 @@ class Engine:
             engine.attach(snapshots)
         return engine
 
+    # -- the store
+
     def attach(self, snapshots: Snapshots) -> None:
-        """Keep states in `snapshots` from now on."""
+        """Keep states in `snapshots` from now on, those in RAM included. StoreMismatch if another
+        store is attached."""
+        with self._store_lock:
+            if self._lookup.disk is not None:
+                if self._lookup.disk.snapshots is not snapshots:
+                    raise StoreMismatch(
+                        "the model keeps its states in another store",
+                        remedy="close that store first, or load the model again",
+                    )
+                return
+            hidden = (self._model.spec.hidden_size, torch.float32)
+            disk = DiskStates(snapshots, self.fingerprint, self._pool.layout, hidden)
+            persister = Persister(disk, self._history, self._pool.layout.token_bytes)
+            self._persister = persister
+
+            def start() -> None:
+                self._keeper.writer = persister
+                self._lookup.disk = disk
+                self._keeper.persist_all()
+
+            self._owner.call(start)
+
+    def detach(self) -> None:
+        """Write what waits and let go of the store. What is in RAM stays there."""
+        with self._store_lock:
+            persister = self._persister
+            if persister is None:
+                return
+
+            def stop() -> None:
+                self._keeper.persist_all()
+                self._keeper.writer = None
+                self._lookup.disk = None
+                self._keeper.forget_persisted()
+
+            self._owner.call(stop)
+            persister.close()
+            self._persister = None
+
+    def flush(self) -> None:
+        """Return when every state captured so far would survive a power loss. Raises what a write
+        raised (StoreFull, …); states that could not be written stay in RAM and are tried again by
+        the next flush. Without a store there is nothing to do."""
+        persister = self._persister
+        if persister is not None:
+            self._owner.call(self._keeper.persist_all)
+            persister.flush()
+
+    def forget(self, ids: Sequence[int] | Ids, start: int) -> int:
+        """Drop every state, in RAM and on disk, of any path that begins with ids[: start + 1], at
+        or after position `start`; states of ids[:start] stay. Returns how many went."""
+        path = self._check(ids)
+        if not 0 <= start < len(path):
+            raise InvalidAnchors(
+                "the start lies outside the path", value=start, limit=f"0 to {len(path) - 1}"
+            )
+        return self._owner.call(lambda: self._keeper.forget(path, start))
+
+    def pin(self, owner: str, paths: Sequence[Sequence[int] | Ids]) -> None:
+        """Protect the states of these paths from eviction for `owner`, in RAM and on disk,
+        replacing its earlier pins; no paths unpin."""
+        checked = [self._check(path) for path in paths]
+        self._owner.call(lambda: self._keeper.pin(owner, checked))
+        disk = self._lookup.disk
+        if disk is not None:
+            disk.pin(owner, checked)
+
+    def set_budget(self, *, ram_bytes: int | None = None, vram_bytes: int | None = None) -> None:
+        """Change the memory budget; over it, the least valuable states go at once.
+        BudgetTooSmall, and nothing changes, if it does not hold the model. InvalidConfig for
+        `vram_bytes`: this engine computes on the CPU."""
+        if vram_bytes is not None:
+            raise InvalidConfig(
+                "there is no accelerator to give memory to", value=vram_bytes, remedy="leave it out"
+            )
+        if ram_bytes is None:
+            return
+        config = replace(self._config, ram_budget_bytes=ram_bytes)
+        plan = plan_memory(self._model.spec, config, self._model.decoder.size_bytes, ram_bytes)
+
+        def change() -> None:
+            self._budget.plan = plan
+            self._keeper.make_room(0)
+            return_freed_memory()
+
+        self._owner.call(change)
+
+    # -- asking
 
     def plan(self, ids: Sequence[int] | Ids) -> ReusePlan:
         """Price a path without forwarding anything. InvalidIds, ContextOverflow."""
@@ -142,7 +244,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A picture of the engine, from any thread."""
-        plan = self._budget.plan
+        plan, persister = self._budget.plan, self._persister
+        error = persister.last_error if persister is not None else None
         return EngineStats(
             weights_bytes=plan.weights_bytes,
             state_bytes=self._budget.states_bytes,
@@ -155,14 +258,17 @@ class Engine:
             forward_s=self._runner.seconds,
             reused_rows=self._worker.reused_rows,
             restored_bytes=self._keeper.restored_bytes,
-            persisted_bytes=0,
-            persist_backlog_bytes=0,
+            persisted_bytes=persister.written_bytes if persister is not None else 0,
+            persist_backlog_bytes=persister.backlog_bytes if persister is not None else 0,
             evicted_paths=self._keeper.evicted,
             compute_threads=self._config.threads,
+            store_error=str(error) if error is not None else None,
         )
 
     def close(self) -> None:
         """Cancel what runs, write what waits, free the memory. Safe to repeat."""
+        if not self._owner.closed:
+            self.detach()
         self._owner.close()
 
     def __enter__(self) -> Self:
@@ -176,16 +282,29 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _prepare(self) -> None:
+        """First thing in the owner thread."""
+        torch.set_num_threads(self._config.threads)
+        self._runner.calibrate(StateSequence(self._spaces))
+
     def _plan(self, path: Ids) -> ReusePlan:
         route = self._lookup.route(path)
+        missing = len(path) - route.reused
+        predicted_s = self._runner.rates.predict(
+            missing,
+            route.reused,
+            many=missing >= self._runner.few_rows,
+            restored_bytes=sum(p.stored_rows for p in route.disk.pieces)
+            * self._budget.plan.token_bytes,
+        )
         return ReusePlan(
             input_tokens=len(path),
             reused_tokens=route.reused,
-            prefill_tokens=len(path) - route.reused,
+            prefill_tokens=missing,
             source=route.source,
             anchor=route.reused or None,
             miss=route.miss,
-            predicted_s=0.0,
+            predicted_s=predicted_s,
         )
 
     def _submit(self, request: Request) -> Task:

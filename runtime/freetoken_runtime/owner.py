@@ -39,6 +39,10 @@ class Owner:
         self._thread.start()
 
     @property
+    def closed(self) -> bool:
+        return self._closing
+
+    @property
     def waiting(self) -> int:
         """Requests that have not been started."""
         return len(self._arrived) + self._worker.waiting

@@ -14,6 +14,7 @@ import torch
 
 from .batch import Batch, Form, RowGroup, SequenceRows
 from .models.decoder import Decoder
+from .rates import Rates
 from .state.digest import Ids
 from .state.sequence import Sequence
 
@@ -33,8 +34,22 @@ class Runner:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.vocab_size = decoder.spec.vocab_size
+        self.few_rows = decoder.few_rows
+        self.rates = Rates()
         self.rows = 0
         self.seconds = 0.0
+
+    def calibrate(self, sequence: Sequence) -> None:
+        """Take a first measurement of both kernel forms, so that the first plan has a price; also
+        starts the compute threads. The rows are not counted."""
+        for attempt in range(2):  # the first passes pay for caches and threads
+            if attempt == 1:
+                self.rates.clear()
+            for rows in (2 * self.few_rows, 1):
+                work = Work(sequence, np.zeros(rows, dtype=np.int32), (rows - 1,))
+                self.logits(self.forward([work])[0])
+                sequence.truncate(0)
+        self.rows, self.seconds = 0, 0.0
 
     def forward(self, works: SequenceOf[Work]) -> list[torch.Tensor]:
         """Forward the ids of each work and make its rows permanent. Returns the wanted hidden rows
@@ -57,7 +72,12 @@ class Runner:
         for work in works:
             work.sequence.commit(work.ids)
         self.rows += len(batch.ids)
-        self.seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        if len(works) == 1:
+            count = len(works[0].ids)
+            start = works[0].sequence.length - count
+            self.rates.passed(count, start, seconds, many=count >= self.few_rows)
         return list(torch.split(hidden, [len(work.wanted) for work in works]))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -69,7 +89,7 @@ class Runner:
 
     def _batch(self, works: SequenceOf[Work]) -> tuple[Batch, list[int]]:
         """Works with many rows first; returns also where each work's rows start."""
-        few = [len(work.ids) < self._decoder.few_rows for work in works]
+        few = [len(work.ids) < self.few_rows for work in works]
         starts = [0] * len(works)
         sequences: list[SequenceRows] = []
         groups: list[RowGroup] = []

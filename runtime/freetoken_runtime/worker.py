@@ -62,7 +62,11 @@ class Worker:
         ]
         rows = self._scheduler.next_rows(candidates)
         if not rows:
+            if self._keeper.writer is not None:
+                self._keeper.writer.rest(False)
             return False
+        if self._keeper.writer is not None:
+            self._keeper.writer.rest(any(not task.missing for task in self._tasks))
         chosen = [(self._tasks[index], count) for index, count in rows.items()]
         self._forward([(task, self._work(task, count)) for task, count in chosen])
         return True

@@ -12,6 +12,7 @@ and counts only where the rows are found.
 """
 
 import json
+import logging
 import struct
 import threading
 from collections.abc import Sequence as SequenceOf
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from freetoken_storage.errors import StoreDamaged
+from freetoken_storage.errors import StorageError, StoreDamaged
 from freetoken_storage.records import Snapshot, SnapshotInfo, SnapshotReader, Snapshots
 
 from .buffers import StateLayout
@@ -37,6 +38,7 @@ from .digest import (
 from .prefix import shared_rows
 from .sequence import PathView, Sequence
 
+_log = logging.getLogger(__name__)
 _META = struct.Struct("<4sII")  # magic, position of the first id, ids
 _BLOCK = b"KVB1"
 _ROW = b"ROW1"
@@ -83,6 +85,7 @@ class DiskStates:
         self._hidden_size, self._hidden_dtype = hidden
         self._lock = threading.Lock()
         self._damaged: set[bytes] = set()
+        self._pins: dict[str, list[Ids]] = {}
         self._staging = torch.empty(max(1, layout.token_bytes * BLOCK), dtype=torch.uint8)
 
     # -- finding
@@ -92,7 +95,15 @@ class DiskStates:
         return chain(self.origin.digest, ids)
 
     def match(self, ids: Ids, floor: int = 0) -> DiskMatch:
-        """The longest stored prefix of `ids`; rows before `floor` are at hand already."""
+        """The longest stored prefix of `ids`; rows before `floor` are at hand already. A store
+        that cannot be read holds nothing: states are never worth an error."""
+        try:
+            return self._match(ids, floor)
+        except StorageError as error:
+            _log.warning("stored states could not be looked up: %s", error)
+            return NOTHING
+
+    def _match(self, ids: Ids, floor: int) -> DiskMatch:
         names = self.boundaries(ids)
         with self.snapshots.reader() as reader:
             depth = _deepest(reader, names)
@@ -130,6 +141,12 @@ class DiskStates:
 
     def foreign(self, ids: Ids) -> str | None:
         """`fingerprint:<part>` if the store holds a part of this path for another model."""
+        try:
+            return self._foreign(ids)
+        except StorageError:
+            return None
+
+    def _foreign(self, ids: Ids) -> str | None:
         for digest in self.snapshots.children(catalog_digest()):
             if digest == self.origin.digest:
                 continue
@@ -154,29 +171,33 @@ class DiskStates:
     # -- reading (owner thread)
 
     def restore(self, sequence: Sequence, match: DiskMatch, ids: Ids) -> int:
-        """Append the pieces beyond the sequence's rows to it; returns the bytes read. A damaged
-        piece is removed from the store and ends the restore: the rows before it stay."""
+        """Append the pieces beyond the sequence's rows to it; returns the bytes read. A piece that
+        cannot be read ends the restore: the rows before it stay. A damaged one leaves the store."""
         read = 0
-        with self.snapshots.reader() as reader:
-            for piece in match.pieces:
-                skip = sequence.length - piece.start
-                rows = piece.rows - skip
-                if rows <= 0:
-                    continue
-                buffers = self._stage(piece.stored_rows)
-                try:
-                    reader.read_into(piece.digest, _memory(buffers))
-                except (StoreDamaged, KeyError):
-                    self._discard(piece.digest)
-                    return read
-                sequence.begin(rows)
-                sequence.load(
-                    {name: block[:, skip : piece.rows] for name, block in buffers.items()}
-                )
-                sequence.commit(ids[sequence.length : sequence.length + rows])
-                read += self._layout.token_bytes * piece.stored_rows
-        self.snapshots.touch([piece.digest for piece in match.pieces])
+        try:
+            with self.snapshots.reader() as reader:
+                for piece in match.pieces:
+                    if piece.start + piece.rows > sequence.length:
+                        self._restore_piece(reader, piece, sequence, ids)
+                        read += self._layout.token_bytes * piece.stored_rows
+            self.snapshots.touch([piece.digest for piece in match.pieces])
+        except (StoreDamaged, KeyError):
+            self._discard(
+                next(p.digest for p in match.pieces if sequence.length < p.start + p.rows)
+            )
+        except StorageError as error:
+            _log.warning("stored states could not be read: %s", error)
         return read
+
+    def _restore_piece(
+        self, reader: SnapshotReader, piece: Piece, sequence: Sequence, ids: Ids
+    ) -> None:
+        skip = sequence.length - piece.start
+        buffers = self._stage(piece.stored_rows)
+        reader.read_into(piece.digest, _memory(buffers))
+        sequence.begin(piece.rows - skip)
+        sequence.load({name: block[:, skip : piece.rows] for name, block in buffers.items()})
+        sequence.commit(ids[sequence.length : piece.start + piece.rows])
 
     def restore_row(self, ids: Ids) -> torch.Tensor | None:
         """The hidden row at the end of `ids`, or None."""
@@ -185,10 +206,10 @@ class DiskStates:
         try:
             with self.snapshots.reader() as reader:
                 reader.read_into(name, _memory({"row": row}))
-        except KeyError:
-            return None
-        except StoreDamaged:
+        except (StoreDamaged, KeyError):
             self._discard(name)
+            return None
+        except StorageError:
             return None
         return row
 
@@ -208,19 +229,24 @@ class DiskStates:
     def _discard(self, digest: bytes) -> None:
         with self._lock:
             self._damaged.add(digest)
-        self.snapshots.remove([digest])
+        try:
+            self.snapshots.remove([digest])
+        except StorageError as error:
+            _log.warning("a damaged state could not be removed: %s", error)
 
     # -- writing (persister thread)
 
     def register(self) -> None:
-        """Enter the fingerprint into the store's catalog, so that others can be told apart."""
+        """Enter the fingerprint into the store's catalog, so that others can be told apart. Put
+        before every path: an eviction may have taken it."""
         parts = json.dumps(dict(self.origin.parts), sort_keys=True).encode()
-        self.snapshots.put(
-            [
-                Snapshot(catalog_digest(), None, {}),
-                Snapshot(self.origin.digest, catalog_digest(), {}, meta=parts),
-            ]
-        )
+        if not self.snapshots.contains(self.origin.digest):
+            self.snapshots.put(
+                [
+                    Snapshot(catalog_digest(), None, {}),
+                    Snapshot(self.origin.digest, catalog_digest(), {}, meta=parts),
+                ]
+            )
 
     def stored_blocks(self, names: SequenceOf[bytes]) -> int:
         """How many of the full blocks with these names (d(0) first) are stored."""
@@ -281,8 +307,30 @@ class DiskStates:
                         doomed.append(digest)
         return self.snapshots.remove(doomed) if doomed else 0
 
+    # -- pinning
+
     def pin(self, owner: str, paths: SequenceOf[Ids]) -> None:
-        """Protect what is stored of these paths, replacing `owner`'s earlier pins."""
+        """Protect what is stored of these paths, now and later, replacing `owner`'s earlier pins;
+        no paths unpin."""
+        with self._lock:
+            if paths:
+                self._pins[owner] = list(paths)
+            else:
+                self._pins.pop(owner, None)
+        self._pin(owner, paths)
+
+    def refresh_pins(self, ids: Ids) -> None:
+        """More of this path is stored: extend the pins that concern it."""
+        with self._lock:
+            owners = {
+                owner: paths
+                for owner, paths in self._pins.items()
+                if any(shared_rows(path, ids) for path in paths)
+            }
+        for owner, paths in owners.items():
+            self._pin(owner, paths)
+
+    def _pin(self, owner: str, paths: SequenceOf[Ids]) -> None:
         digests = []
         for ids in paths:
             match = self.match(ids)

@@ -4,7 +4,8 @@
 Everything here runs in the owner thread. Plans come from `lookup`, which has no part in it.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,9 @@ class Writer(Protocol):
 
     def enqueue(self, resident: Resident, view: PathView, rows: Mapping[int, torch.Tensor]) -> None:
         """Write the view's blocks, then the anchors' rows, in the background."""
+
+    def rest(self, decoding: bool) -> None:
+        """Tokens are being decoded, or no longer."""
 
     def drain(self, resident: Resident) -> None:
         """Return when what was enqueued for this resident is written or has failed."""
@@ -59,7 +63,9 @@ class StateKeeper:
         self._lookup = lookup
         self._history = history
         self._budget = budget
+        self._pins: dict[str, list[Ids]] = {}
         self.writer: Writer | None = None
+        self.on_restored: Callable[[int, float], None] = lambda size_bytes, seconds: None
         self.evicted = 0
         self.restored_bytes = 0
 
@@ -113,6 +119,7 @@ class StateKeeper:
             return
         sequence.settle()
         self._thin(sequence)
+        self._mark_pins(resident)
         self._merge(resident)
         self._count_anchors()
 
@@ -133,6 +140,11 @@ class StateKeeper:
         for resident in self._index:
             if not resident.running and resident.persisted_rows < resident.sequence.length:
                 self.persist(resident)
+
+    def forget_persisted(self) -> None:
+        """The store is gone: nothing is on disk any more."""
+        for resident in self._index:
+            resident.persisted_rows = 0
 
     # -- room
 
@@ -171,6 +183,8 @@ class StateKeeper:
         """Drop every state of a path that begins with ids[: start + 1], at or after `start`."""
         stem = ids[: start + 1]
         dropped = 0
+        if self.writer is not None:
+            self.writer.cancel(stem)
         for resident in self._index:
             known = resident.sequence.ids
             if shared_rows(known, stem) < len(stem):
@@ -188,22 +202,29 @@ class StateKeeper:
                 self._remove(resident)
             for buffer in buffers:
                 self._spaces.tighten(buffer)
-        if self.writer is not None:
-            self.writer.cancel(stem)
         self._count_anchors()
         disk = self._lookup.disk
         return dropped + (disk.forget(ids, start) if disk is not None else 0)
 
     def pin(self, owner: str, paths: list[Ids]) -> None:
         """Protect these paths from eviction for `owner`, instead of what it had pinned."""
+        if paths:
+            self._pins[owner] = paths
+        else:
+            self._pins.pop(owner, None)
         for resident in self._index:
-            known = resident.sequence.ids
-            if any(shared_rows(known, path) == len(path) for path in paths):
-                resident.pinned_by.add(owner)
-            else:
-                resident.pinned_by.discard(owner)
+            self._mark_pins(resident)
 
     # -- inside
+
+    def _mark_pins(self, resident: Resident) -> None:
+        """Note who pins a path. The last id of a pinned path may not have been forwarded yet."""
+        known = resident.sequence.ids
+        resident.pinned_by = {
+            owner
+            for owner, paths in self._pins.items()
+            if any(shared_rows(known, path) >= max(1, len(path) - 1) for path in paths)
+        }
 
     def _takes_over(self, route: Route) -> bool:
         """Whether the request grows the resident itself: it is idle and wholly reused."""
@@ -232,7 +253,10 @@ class StateKeeper:
         """Append what the disk holds, and find the row at the end."""
         sequence, disk = resident.sequence, self._lookup.disk
         if disk is not None and route.disk.pieces:
-            self.restored_bytes += disk.restore(sequence, route.disk, ids)
+            started = time.perf_counter()
+            read = disk.restore(sequence, route.disk, ids)
+            self.restored_bytes += read
+            self.on_restored(read, time.perf_counter() - started)
             resident.persisted_rows = sequence.length
         row: torch.Tensor | None = None
         if sequence.length == len(ids):
@@ -252,7 +276,6 @@ class StateKeeper:
         """Keep one of two paths when one is the beginning of the other."""
         for other in self._index.subsumed_by(resident):
             resident.sequence.anchors.update(other.sequence.anchors)
-            resident.pinned_by |= other.pinned_by
             self._remove(other)
         for other in self._index:
             if other is resident or other.running:
@@ -260,7 +283,6 @@ class StateKeeper:
             known = other.sequence.ids
             if shared_rows(known, resident.sequence.ids) == resident.sequence.length:
                 other.sequence.anchors.update(resident.sequence.anchors)
-                other.pinned_by |= resident.pinned_by
                 self._remove(resident)
                 self._index.touch(other)
                 return
