@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -48,7 +48,7 @@ def chat_command(
     name: Annotated[str, typer.Argument(help="The session; it is made if it does not exist.")],
     system: Annotated[str | None, typer.Option("--system", help="For a new session.")] = None,
     branch: Annotated[str, typer.Option("--branch")] = "main",
-    quant: Annotated[str | None, typer.Option("--quant", help="int8 or int4.")] = None,
+    quant: Annotated[Literal["int8", "int4"] | None, typer.Option("--quant")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of one reply.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature")] = 0.0,
     model: ModelName = "smollm2",

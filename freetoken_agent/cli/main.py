@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import chat, demo, doctor, models, sessions
+from . import bench, chat, demo, doctor, models, sessions
 from .output import command
 
 app = typer.Typer(
@@ -38,6 +38,7 @@ app.command("models")(command(models.models_command))
 app.command("chat")(command(chat.chat_command))
 app.add_typer(sessions.app, name="sessions")
 app.command("doctor")(command(doctor.doctor_command))
+app.add_typer(bench.app, name="bench")
 app.command("demo")(command(demo.demo_command))
 
 

@@ -10,6 +10,7 @@ exit status is 0 (done), 1 (a FreetokenError), 2 (wrong usage), 3 (the report it
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,8 @@ from freetoken_storage.errors import FreetokenError
 EXIT_ERROR = 1
 EXIT_FAULT_FOUND = 3
 EXIT_INTERRUPTED = 130
+
+_PIPE_COLUMNS = 160
 
 _json: ContextVar[bool] = ContextVar("json", default=False)
 
@@ -61,11 +64,19 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
 def console() -> Console:
     """Standard output as it is now (tests and pipes replace it)."""
-    return Console(soft_wrap=True, highlight=False)
+    return _console(stderr=False)
 
 
 def error_console() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    """Standard error as it is now."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    out = Console(stderr=stderr, soft_wrap=True, highlight=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = _PIPE_COLUMNS  # rich assumes 80 and cuts tables
+    return out
 
 
 def emit(report: Any, view: RenderableType | None = None) -> None:

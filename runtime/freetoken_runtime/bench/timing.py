@@ -17,6 +17,8 @@ from typing import Literal
 # OpenMP workers spin for up to 200 ms after their last region; the next contestant must not pay.
 _SETTLE_S = 0.25
 
+OnTurn = Callable[[int, int], None]  # turns taken, turns in total
+
 Sense = Literal["at_least", "at_most", "equal"]
 
 
@@ -71,7 +73,7 @@ def interleave(
     contestants: Mapping[str, Callable[[int], Turn]],
     rounds: int,
     *,
-    on_turn: Callable[[int, int], None] | None = None,
+    on_turn: OnTurn | None = None,
 ) -> dict[str, list[Turn]]:
     """Run every contestant once per round, in an order that rotates, after one unmeasured round.
 
