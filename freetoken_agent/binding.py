@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model may write a session: same tokenizer and template, or read-only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .codec import Initial, SessionBody
+from .items import Options
+from .layout import Layout
+from .model import Model
+
+_OPEN_WITH_MODEL = "open it with its model"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How a session and the model it was opened with fit.
+
+    `bound`: as created. `cold`: other weights, quantisation or settings, so that its earlier states
+    cannot be reused; everything else works. `read_only`: no model, or one whose tokenizer or
+    template differ, so that its ids would mean something else.
+    """
+
+    state: Literal["bound", "cold", "read_only"]
+    reason: str | None = None
+    remedy: str | None = None
+
+
+def bind(session: SessionBody, model: Model | None) -> Binding:
+    """Compare what the session was created with to a model."""
+    if model is None:
+        return Binding("read_only", "no model was given", _OPEN_WITH_MODEL)
+    differing = [
+        name
+        for name, stored, given in (
+            ("tokenizer", session.tokenizer, model.tokenizer.digest),
+            ("template", session.template, model.format.report.digest),
+        )
+        if stored != given
+    ]
+    if differing:
+        return Binding(
+            "read_only",
+            f"the {' and '.join(differing)} of {model.name!r} differ from those of "
+            f"{session.model!r}, which the session was made with",
+            "open it with that model, or rerender() it into a new session",
+        )
+    if session.fingerprint_digest != model.fingerprint.digest:
+        parts = differing_parts(session.fingerprint, model.fingerprint.parts)
+        return Binding(
+            "cold",
+            f"its states were made with another {', '.join(parts) or 'configuration'}; "
+            "the first forward pass computes the path anew",
+        )
+    return Binding("bound")
+
+
+def differing_parts(stored: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """Names of the fingerprint's parts that differ."""
+    names = sorted(stored.keys() | given.keys())
+    return [name for name in names if stored.get(name) != given.get(name)]
+
+
+def new_session(
+    model: Model,
+    *,
+    options: Options,
+    history_thinking: str,
+    meta: Mapping[str, Any],
+    initial: Initial | None,
+) -> SessionBody:
+    """The record of a session that is being created for a model."""
+    return SessionBody(
+        model=model.name,
+        tokenizer=model.tokenizer.digest,
+        template=model.format.report.digest,
+        fingerprint=dict(model.fingerprint.parts),
+        fingerprint_digest=model.fingerprint.digest,
+        variables=dict(options.variables),
+        now_s=options.now_s,
+        history_thinking=history_thinking,
+        meta=dict(meta),
+        initial=initial,
+    )
+
+
+def layout_of(session: SessionBody, model: Model) -> Layout:
+    """The model's format with the options the session fixed at creation."""
+    options = Options(variables=dict(session.variables), now_s=session.now_s)
+    return Layout(model.format, model.tokenizer, options)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A branch as one handle sees it: its path, version and log, and the commits that move it.
+
+The log holds one entry per undo step, with the head the step started from; where a step led is
+where the next one starts. `position` counts the steps that are applied: undo and redo move it and
+the head, and a new step behind an undo cuts the log there.
+
+    start₀ ─step 0→ start₁ ─step 1→ start₂ ─step 2→ tip
+                                    position 2: step 2 is undone, the head is start₂
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from freetoken_storage.errors import StoreDamaged
+from freetoken_storage.records import (
+    ROOT,
+    BranchRecord,
+    Changes,
+    Committed,
+    NewNode,
+    SegmentRecord,
+    Sessions,
+)
+
+from . import codec
+from .codec import BranchBody, Head, LogEntry
+from .errors import InvalidEdit, NothingToRedo, NothingToUndo
+from .path import Body, Path, Place
+
+
+@dataclass
+class StepGroup:
+    """Commits that together are one undo step: a generation, or an agent's run. The branch writes
+    `log_id` with the group's first commit."""
+
+    label: str
+    log_id: int | None = None
+
+
+class Branch:
+    """Mutated only by its own methods, each of which either commits and then changes, or raises
+    and leaves everything as it was. Not thread-safe: the session holds a lock around writers;
+    `path` is replaced as a whole, so readers need none."""
+
+    _record: BranchRecord
+    _body: BranchBody
+    _log: list[LogEntry | None]  # None: a purge removed the entry
+
+    def __init__(
+        self, sessions: Sessions, session: str, record: BranchRecord, bodies: dict[str, Body]
+    ) -> None:
+        """`bodies`: the stored segments known so far, shared with other branches of the session."""
+        self._sessions = sessions
+        self._session = session
+        self._bodies = bodies
+        self._path = Path()
+        self._adopt(record)
+
+    @classmethod
+    def load(
+        cls, sessions: Sessions, session: str, name: str, bodies: dict[str, Body] | None = None
+    ) -> "Branch":
+        """BranchNotFound, SessionNotFound, StoreDamaged."""
+        record = sessions.branch(session, name)
+        return cls(sessions, session, record, {} if bodies is None else bodies)
+
+    @property
+    def name(self) -> str:
+        return self._record.name
+
+    @property
+    def version(self) -> int:
+        return self._record.version
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def pins(self) -> tuple[str, ...]:
+        return self._body.pins
+
+    @property
+    def head(self) -> Head:
+        return Head(self._record.head, self._path.tail)
+
+    @property
+    def next_log_id(self) -> int:
+        """What the next step will be numbered."""
+        return self._body.position
+
+    @property
+    def bodies(self) -> dict[str, Body]:
+        """Stored segments this branch has read or written, by id. Grows; never hold it."""
+        return self._bodies
+
+    def reload(self) -> None:
+        """Read the branch again as it is stored."""
+        self._adopt(self._sessions.branch(self._session, self.name))
+
+    def commit(
+        self,
+        path: Path,
+        label: str,
+        *,
+        group: StepGroup | None = None,
+        logged: bool = True,
+        session_body: bytes | None = None,
+    ) -> int | None:
+        """Make `path` the branch's path in one durable transaction; returns the step's number.
+
+        `group`: the commit continues that step if it is the last one. `logged=False` makes no
+        step at all. SessionConflict and StoreFull change nothing.
+        """
+        body, position = self._body, self._body.position
+        continued = group is not None and group.log_id == position - 1 and body.tip is None
+        entry = None
+        if logged and not continued:
+            entry = LogEntry(label, self.head, time.time())
+            position += 1
+        new_body = BranchBody(path.tail, position, None, body.pins)
+        start, nodes = _new_nodes(path)
+        committed = self._write(
+            Changes(
+                segments=self._new_segments(path.places[start:]),
+                nodes=nodes,
+                head=-len(nodes) if nodes else _head_node(path),
+                body=codec.pack_branch(new_body),
+                log=() if entry is None else (codec.pack_log(entry),),
+                log_keep=body.position if logged else None,
+                session_body=session_body,
+            )
+        )
+        if entry is not None:
+            self._log = [*self._log[: body.position], entry]
+            if group is not None:
+                group.log_id = body.position
+        elif logged:
+            self._log = self._log[: body.position]
+        self._path = path.committed(start, committed.node_ids)
+        self._body = new_body
+        self._bodies.update((p.body.id, p.body) for p in path.places[start:])
+        return position - 1 if logged else None
+
+    def undone(self, steps: int) -> Path:
+        """The path `steps` steps back. NothingToUndo."""
+        target = self._body.position - _count(steps)
+        if target < 0 or any(e is None for e in self._log[target : self._body.position]):
+            raise NothingToUndo(
+                "the branch's log does not go back that far",
+                value=steps,
+                limit=f"{self._undoable()} steps",
+            )
+        return self._path_at(self._heads()[target])
+
+    def redone(self, steps: int) -> Path:
+        """The path `steps` undone steps forward. NothingToRedo."""
+        target = self._body.position + _count(steps)
+        heads = self._heads()
+        crossed = heads[self._body.position + 1 : target + 1]
+        if target >= len(heads) or any(head is None for head in crossed):
+            raise NothingToRedo(
+                "the branch has no such undone step",
+                value=steps,
+                limit=f"{len(heads) - 1 - self._body.position} steps",
+            )
+        return self._path_at(heads[target])
+
+    def move(self, steps: int, path: Path) -> int:
+        """Undo (`steps` < 0) or redo to `path`, which `undone` or `redone` gave; returns the number
+        of the last step that was crossed."""
+        heads = self._heads()
+        position = self._body.position + steps
+        tip = heads[-1] if position < len(heads) - 1 else None
+        body = BranchBody(path.tail, position, tip, self._body.pins)
+        self._write(Changes(head=_head_node(path), body=codec.pack_branch(body)))
+        self._path, self._body = path, body
+        return position if steps < 0 else position - 1
+
+    def set_pins(self, pins: Sequence[str]) -> None:
+        """Remember which segments' states are protected. No undo step."""
+        body = replace(self._body, pins=tuple(pins))
+        self._write(Changes(body=codec.pack_branch(body)))
+        self._body = body
+
+    def save_segments(self, segments: Sequence[SegmentRecord]) -> None:
+        """Write segment records that no node names (tombstones). No undo step."""
+        self._write(Changes(segments=segments))
+
+    def path_to(self, node: int) -> Path:
+        """The path to any node of the session; its tail is closed."""
+        return self._path_at(Head(node, "closed"))
+
+    def past_heads(self) -> list[Head]:
+        """Every head in this branch's log, the current one included."""
+        return [head for head in self._heads() if head is not None] + [self.head]
+
+    def _adopt(self, record: BranchRecord) -> None:
+        body = codec.unpack_branch(record.body)
+        entries: list[LogEntry | None] = [None] * record.log_length
+        for stored in self._sessions.log(self._session, record.name):
+            if stored.sequence < record.log_length:
+                entries[stored.sequence] = codec.unpack_log(stored.body)
+        path = self._path_at(Head(record.head, body.tail))
+        self._record, self._body, self._log, self._path = record, body, entries, path
+
+    def _path_at(self, head: Head | None) -> Path:
+        assert head is not None, "checked by the caller"
+        records = self._sessions.path(self._session, head.node) if head.node != ROOT else []
+        known = self._path.places
+        self._fetch([r.segment_id for r in records if r.segment_id not in self._bodies])
+        places: list[Place] = []
+        for i, record in enumerate(records):
+            if i < len(known) and known[i].node == record.id:
+                places.append(known[i])
+                continue
+            body = self._bodies.get(record.segment_id)
+            if body is None:
+                raise StoreDamaged(
+                    f"a segment of session {self._session!r} is missing", value=record.segment_id
+                )
+            places.append(codec.unpack_node(record.body, body, record.id))
+        return Path(tuple(places), head.tail)
+
+    def _fetch(self, ids: Sequence[str]) -> None:
+        found: Mapping[str, SegmentRecord] = self._sessions.segments(self._session, ids)
+        for record in found.values():
+            body = codec.unpack_segment(record.body)
+            if body is not None:
+                self._bodies[record.id] = body
+
+    def _heads(self) -> list[Head | None]:
+        """Starts of all steps, then the tip; None where a purge removed the entry."""
+        tip = self._body.tip
+        if self._body.position == len(self._log):
+            tip = self.head
+        starts = [None if entry is None else entry.before for entry in self._log]
+        return [*starts, tip]
+
+    def _undoable(self) -> int:
+        count = 0
+        for entry in reversed(self._log[: self._body.position]):
+            if entry is None:
+                break
+            count += 1
+        return count
+
+    def _new_segments(self, places: Sequence[Place]) -> list[SegmentRecord]:
+        fresh = {p.body.id: p.body for p in places if p.body.id not in self._bodies}
+        return [SegmentRecord(i, codec.pack_segment(body)) for i, body in fresh.items()]
+
+    def _write(self, changes: Changes) -> Committed:
+        committed = self._sessions.commit(
+            self._session, self.name, changes, expected_version=self.version
+        )
+        self._record = committed.branch
+        return committed
+
+
+def _new_nodes(path: Path) -> tuple[int, list[NewNode]]:
+    """Where the uncommitted places start, and their nodes as one chain."""
+    start = next((i for i, p in enumerate(path.places) if p.node is None), len(path.places))
+    parent = _head_node(Path(path.places[:start]))
+    nodes = []
+    for offset, place in enumerate(path.places[start:]):
+        above = parent if offset == 0 else -offset
+        nodes.append(NewNode(above, place.body.id, codec.pack_node(place)))
+    return start, nodes
+
+
+def _head_node(path: Path) -> int:
+    node = path.places[-1].node if path.places else ROOT
+    assert node is not None, "the path is committed"
+    return node
+
+
+def _count(steps: int) -> int:
+    if steps < 1:
+        raise InvalidEdit("the number of steps must be at least 1", value=steps)
+    return steps

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a generation writes through: the branch is busy while a draft exists, and every segment that
+`append` returned is durable. All of them together are one undo step."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from freetoken_storage.errors import SessionConflict
+
+from . import views
+from .branch import Branch, StepGroup
+from .codec import BranchBody, pack_branch
+from .errors import GenerationConflict, NothingToGenerate
+from .forks import create_named
+from .handle import Handle, why_closed
+from .items import Item, Options
+from .layout import Layout, ids_before, new_call_id, new_segment_id
+from .model import Model
+from .path import Body, Path, Place, Tail
+from .segments import ReusePlan, Segment
+
+GeneratedKind = Literal["thinking", "text", "tool_call"]
+
+
+class Draft:
+    """The assistant turn that a model is writing. Belongs to one generation; not thread-safe."""
+
+    def __init__(self, handle: Handle, *, thinking: bool | None = None) -> None:
+        """SessionBusy, SessionReadOnly, NothingToGenerate, TemplateUnsupported."""
+        self._handle = handle
+        with handle.lock:
+            self.model: Model
+            self._layout: Layout
+            self.model, self._layout = handle.writable()
+            handle.outside_batch("generating")
+            path = handle.branch.path
+            reason = why_closed(path)
+            if reason is not None:
+                raise NothingToGenerate(
+                    f"the model has nothing to write: {reason}",
+                    value=None if path.last is None else path.last.body.id,
+                    remedy="append a user message or the results, or rewind into the turn",
+                )
+            opener = self._layout.opener(path, thinking)
+            handle.context.busy.enter(handle.context.name, handle.branch.name)
+        self._branch = handle.branch
+        self._busy = True
+        self._group = StepGroup("generate")
+        self._base = path
+        self._path = path
+        self._joins = path.tail != "closed"
+        self._opener: tuple[int, ...] = opener.ids
+        self.opener: tuple[int, ...] = opener.ids
+        self.kind: Literal["thinking", "text"] = opener.kind
+        self.ids: tuple[int, ...] = (*path.ids, *opener.ids)
+        self.conflict: GenerationConflict | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @property
+    def session(self) -> str:
+        return self._handle.context.name
+
+    @property
+    def branch(self) -> str:
+        """The branch that is written: another one than it began on after a conflict."""
+        return self._branch.name
+
+    @property
+    def options(self) -> Options:
+        return self._layout.options
+
+    @property
+    def items(self) -> list[Item]:
+        """The path the generation started from, as the template sees it."""
+        return self._base.items()
+
+    @property
+    def continues(self) -> Literal["text", "thinking"] | None:
+        """The kind whose content the first sampled ids continue."""
+        last = self._base.last
+        if last is None or self._opener or self._base.tail == "closed":
+            return None
+        return self.kind
+
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        """Segment ends: positions at which keeping a state is of use to later edits."""
+        return tuple(end for end in self._base.ends if 0 < end < len(self.ids))
+
+    def plan(self) -> ReusePlan:
+        """The price of `ids`."""
+        return views.price(self.model, self._base, self.ids)
+
+    def new_call_id(self) -> str:
+        """9 alphanumerics that no call of the path has."""
+        taken = {place.call_id for place in self._path.places}
+        while (fresh := new_call_id()) in taken:
+            pass
+        return fresh
+
+    def append(
+        self,
+        kind: GeneratedKind,
+        ids: Sequence[int],
+        *,
+        gap_ids: Sequence[int] = (),
+        tail: Tail = "closed",
+        text: str | None = None,
+        name: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        call_id: str | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Segment:
+        """Store a finished segment exactly as it was sampled.
+
+        `gap_ids`: sampled ids between the previous content and this one, without the opener.
+        `tail`: how the turn stands behind it. `text`: the content (None: the decoded ids). After a
+        conflict with another writer it goes to a branch of its own, see `conflict`.
+        """
+        gap = (*self._opener, *gap_ids)
+        before = ids_before(self._path.places)
+        decoded = self._layout.text_of(ids, (*before, *gap))
+        fresh = new_segment_id()
+        is_call = kind == "tool_call"
+        body = Body(
+            id=fresh,
+            kind=kind,
+            content="" if is_call else (decoded if text is None else text),
+            text=decoded,
+            ids=tuple(ids),
+            origin=fresh,
+            name=name,
+            arguments=None if arguments is None else dict(arguments),
+            call_id=(call_id or self.new_call_id()) if is_call else None,
+            source="model",
+            meta=dict(meta or {}),
+        )
+        place = Place(body, gap, self._layout.text_of(gap, before), joins=self._joins)
+        self._store(self._path.extended([place], tail))
+        self._opener, self._joins = (), True
+        index = len(self._path.places) - 1
+        return views.segments(self._path, [index])[0]
+
+    def finish(self) -> None:
+        """Release the branch. Raises `conflict` if there was one."""
+        self.release()
+        if self.conflict is not None:
+            raise self.conflict
+
+    def release(self) -> None:
+        """Release the branch, whatever happened. Does nothing the second time."""
+        if self._busy:
+            self._busy = False
+            context = self._handle.context
+            context.busy.leave(context.name, self._handle.branch.name)
+
+    def _store(self, path: Path) -> None:
+        assert self._busy, "the draft is finished"
+        with self._handle.lock:
+            try:
+                self._branch.commit(path, self._group.label, group=self._group)
+            except SessionConflict as error:
+                self._divert(error)
+                self._branch.commit(path, self._group.label, group=self._group)
+            self._path = self._branch.path
+
+    def _divert(self, error: SessionConflict) -> None:
+        """Go on on a new branch that starts where this generation's last commit ended."""
+        context, path = self._handle.context, self._path
+        record = create_named(
+            context.sessions,
+            context.name,
+            "conflict",
+            head=self._branch.head.node,
+            body=pack_branch(BranchBody(path.tail)),
+        )
+        self._branch = Branch(context.sessions, context.name, record, context.bodies)
+        self._group = StepGroup(self._group.label)
+        self.conflict = GenerationConflict(
+            f"branch {self._handle.branch.name!r} moved during a generation, "
+            "which was saved on a branch of its own",
+            branch=record.name,
+        )
+        self.conflict.__cause__ = error

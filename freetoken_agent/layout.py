@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From contents to ids: lays out what an edit touches and keeps everything else byte for byte.
+
+An edit is given as the sequence of slots that the path shall have: places that stay, and new
+contents. Only runs of slots whose own content or left neighbour changed are laid out again; within
+a run the ids of contents that stay are kept, and only their gap is derived anew.
+"""
+
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .items import Item, Kind, Opener, Options, Piece
+from .path import (
+    Body,
+    New,
+    Path,
+    Place,
+    Slot,
+    Tail,
+    both_assistant,
+    item_of,
+    natural,
+    preamble_length,
+    settled,
+    turn_state,
+)
+from .template import ChatFormat
+from .tokenizer import Tokenizer
+
+_DECODE_CONTEXT = 8  # predecessors a decoder may look at to spell an id
+_ID_ALPHABET = string.ascii_lowercase + string.digits
+_CALL_ALPHABET = string.ascii_letters + string.digits
+
+
+def new_segment_id() -> str:
+    """12 characters, 62 random bits: collisions within a session are not a practical matter."""
+    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(12))
+
+
+def new_call_id() -> str:
+    """9 alphanumerics, the shape every template with call ids accepts."""
+    return "".join(secrets.choice(_CALL_ALPHABET) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A chat format, its tokenizer and the options a session fixed at creation."""
+
+    format: ChatFormat
+    tokenizer: Tokenizer
+    options: Options
+
+    @property
+    def preamble_order(self) -> tuple[Kind, Kind]:
+        """How the preamble's two kinds follow each other on a path."""
+        return self.format.preamble_order
+
+    def rewrite(self, path: Path, slots: Sequence[Slot], tail: Tail) -> Path:
+        """The path with these slots. TemplateUnsupported if the template refuses one of them.
+
+        Returns `path` itself when nothing changed.
+        """
+        joins = [_joins(path, slots, i) for i in range(len(slots))]
+        touched = _touched(path, slots, joins)
+        items = _items(slots, joins, tail)
+        places: list[Place] = []
+        start = 0
+        while start < len(slots):
+            if start not in touched:
+                kept = slots[start]
+                assert isinstance(kept, Place), "a new content must be laid out"
+                places.append(kept)
+                start += 1
+                continue
+            stop = start + 1
+            while stop in touched:
+                stop += 1
+            pieces = self.format.layout(items[:stop], start=start, options=self.options)
+            for index, piece in zip(range(start, stop), pieces, strict=True):
+                place = self._place(slots[index], piece, joins[index], ids_before(places))
+                items[index] = replace(items[index], ids=place.body.ids)
+                places.append(place)
+            start = stop
+        return settled(path, places, tail)
+
+    def opener(self, path: Path, thinking: bool | None) -> Opener:
+        """What stands between the head and what the model writes next."""
+        return self.format.opener(path.items(), thinking=thinking, options=self.options)
+
+    def text_of(self, ids: Sequence[int], before: Sequence[int]) -> str:
+        """The ids decoded in the context of their predecessors."""
+        return self.tokenizer.decode(ids, after=before[-_DECODE_CONTEXT:]) if ids else ""
+
+    def _place(self, slot: Slot, piece: Piece, joins: bool, before: tuple[int, ...]) -> Place:
+        gap_text = self.text_of(piece.gap_ids, before)
+        if isinstance(slot, Place):
+            return replace(slot, gap_ids=piece.gap_ids, gap_text=gap_text, joins=joins)
+        body = self._body(slot, piece, (*before, *piece.gap_ids))
+        return Place(body, piece.gap_ids, gap_text, joins)
+
+    def _body(self, new: New, piece: Piece, before: tuple[int, ...]) -> Body:
+        fresh = new_segment_id()
+        return Body(
+            id=fresh,
+            kind=new.kind,
+            content=new.text,
+            text=self.text_of(piece.ids, before),
+            ids=piece.ids,
+            origin=new.replaces.origin if new.replaces else fresh,
+            name=new.name,
+            arguments=new.arguments,
+            call_id=new.call_id,
+            error=new.error,
+            replaces=new.replaces.id if new.replaces else None,
+            source=new.source,
+            meta=new.meta,
+        )
+
+
+def ids_before(places: Sequence[Place]) -> tuple[int, ...]:
+    """The last few ids of what is laid out so far."""
+    out: tuple[int, ...] = ()
+    for place in reversed(places):
+        out = (*place.gap_ids, *place.body.ids, *out)
+        if len(out) >= _DECODE_CONTEXT:
+            break
+    return out[-_DECODE_CONTEXT:]
+
+
+def _same_neighbour(path: Path, slots: Sequence[Slot], index: int) -> bool:
+    """Whether the place at `index` stays and has the left neighbour it had."""
+    slot = slots[index]
+    if isinstance(slot, New):
+        return False
+    old = path.index[slot.body.id]
+    if index == 0 or old == 0:
+        return index == old
+    left = slots[index - 1]
+    return isinstance(left, Place) and left.body.id == path.places[old - 1].body.id
+
+
+def _joins(path: Path, slots: Sequence[Slot], index: int) -> bool:
+    if index == 0:
+        return False
+    left, right = slots[index - 1], slots[index]
+    if not both_assistant(left.kind, right.kind):
+        return False
+    if isinstance(right, New):
+        return natural(left.kind, right.kind) if right.joins is None else right.joins
+    if _same_neighbour(path, slots, index):
+        return right.joins
+    return right.joins or natural(left.kind, right.kind)
+
+
+def _touched(path: Path, slots: Sequence[Slot], joins: Sequence[bool]) -> set[int]:
+    """Slots to lay out again. A changed preamble is laid out whole, with what follows it."""
+    touched = {
+        i
+        for i, slot in enumerate(slots)
+        if isinstance(slot, New) or slot.joins != joins[i] or not _same_neighbour(path, slots, i)
+    }
+    length = preamble_length([slot.kind for slot in slots])
+    kept = [slot.body.id for slot in slots[:length] if isinstance(slot, Place)]
+    before = [place.body.id for place in path.places[: path.preamble_length]]
+    if len(kept) != length or kept != before:
+        touched.update(range(min(length + 1, len(slots))))
+    return touched
+
+
+def _items(slots: Sequence[Slot], joins: Sequence[bool], tail: Tail) -> list[Item]:
+    items = []
+    for i, slot in enumerate(slots):
+        state = tail
+        if i + 1 < len(slots):
+            state = turn_state(slot.kind, slots[i + 1].kind, joins=joins[i + 1])
+        elif tail == "open" and slot.kind == "text":
+            state = "partial"
+        if isinstance(slot, Place):
+            items.append(item_of(slot.body, state))
+            continue
+        items.append(
+            Item(
+                kind=slot.kind,
+                text=slot.text,
+                name=slot.name,
+                arguments=slot.arguments,
+                call_id=slot.call_id,
+                open=state != "closed",
+                partial=state == "partial",
+                error=slot.error,
+            )
+        )
+    return items

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding segments by id: on the path, or anywhere in the session; and why one is not there."""
+
+from collections.abc import Sequence
+
+from . import codec, views
+from .branch import Branch
+from .errors import FrameNotEditable, MissingReason, SegmentNotFound, SegmentReplaced
+from .handle import Context, Handle
+from .path import Body, Path
+from .segments import Segment
+
+_REMEDIES: dict[MissingReason, str] = {
+    "deleted": "undo() the deletion, or look at versions() and tree()",
+    "other_branch": "open_branch() one that holds it",
+    "purged": "nothing can bring it back",
+    "unknown": "use an id that this session handed out",
+}
+
+
+def id_of(segment: Segment | str) -> str:
+    """The id of a content segment. FrameNotEditable for a frame."""
+    name = segment if isinstance(segment, str) else segment.id
+    if name.endswith(views.FRAME_SUFFIX):
+        raise FrameNotEditable(
+            "a frame is not a position", value=name, remedy="name the segment behind it"
+        )
+    return name
+
+
+def place_of(handle: Handle, path: Path, segment: Segment | str) -> int:
+    """Where a segment stands on the path. SegmentReplaced, SegmentNotFound, FrameNotEditable."""
+    name = id_of(segment)
+    index = path.index.get(name)
+    if index is not None:
+        return index
+    body = body_of(handle.context, name)
+    origin = body.origin if body is not None else None
+    if origin is None and isinstance(segment, Segment) and segment.origin in path.origins:
+        origin = segment.origin  # a version that only a batch or a dry run ever held
+    if origin is not None and origin in path.origins:
+        current = views.segments(path, [path.origins[origin]])[0]
+        raise SegmentReplaced(
+            "the segment was replaced on this path", segment=name, current=current
+        )
+    raise _missing(handle, name, body)
+
+
+def call_of(handle: Handle, path: Path, call: Segment | str) -> int:
+    """Where a call stands, named by its segment or by its call id."""
+    if isinstance(call, str) and call not in path.index:
+        for index in range(len(path.places) - 1, -1, -1):
+            place = path.places[index]
+            if place.kind == "tool_call" and place.call_id == call:
+                return index
+    return place_of(handle, path, call)
+
+
+def body_of(context: Context, name: str) -> Body | None:
+    """A stored segment of the session, wherever it is used; None if unknown or purged."""
+    known = context.bodies.get(name)
+    if known is not None:
+        return known
+    record = context.sessions.segments(context.name, [name]).get(name)
+    return None if record is None else codec.unpack_segment(record.body)
+
+
+def known_body(handle: Handle, segment: Segment | str) -> Body:
+    """Any segment of the session. SegmentNotFound if it is unknown or purged."""
+    name = id_of(segment)
+    on_path = handle.path.index.get(name)
+    if on_path is not None:
+        return handle.path.places[on_path].body
+    body = body_of(handle.context, name)
+    if body is None:
+        raise _missing(handle, name, None)
+    return body
+
+
+def nodes_by_segment(context: Context) -> dict[str, list[int]]:
+    """Segment id -> the nodes that hold it, oldest first."""
+    found: dict[str, list[int]] = {}
+    for node in context.sessions.nodes(context.name):
+        found.setdefault(node.segment_id, []).append(node.id)
+    return found
+
+
+def all_bodies(context: Context) -> list[Body]:
+    """Every stored segment of the session that was not purged."""
+    unpacked = (codec.unpack_segment(r.body) for r in context.sessions.all_segments(context.name))
+    return [body for body in unpacked if body is not None]
+
+
+def heads_holding(context: Context, nodes: Sequence[int]) -> tuple[str, ...]:
+    """Branches whose path goes through one of these nodes."""
+    parents = {node.id: node.parent for node in context.sessions.nodes(context.name)}
+    wanted = set(nodes)
+    return tuple(
+        record.name
+        for record in context.sessions.branches(context.name)
+        if wanted & ancestors(parents, record.head)
+    )
+
+
+def ancestors(parents: dict[int, int], node: int) -> set[int]:
+    """A node and everything above it."""
+    seen: set[int] = set()
+    while node in parents:
+        seen.add(node)
+        node = parents[node]
+    return seen
+
+
+def _missing(handle: Handle, name: str, body: Body | None) -> SegmentNotFound:
+    reason = _reason(handle, name, body)
+    said = {
+        "deleted": "the segment was deleted on this branch",
+        "other_branch": "the segment is on another branch",
+        "purged": "the segment was purged",
+        "unknown": "the session has no such segment",
+    }
+    return SegmentNotFound(said[reason], segment=name, reason=reason, remedy=_REMEDIES[reason])
+
+
+def _reason(handle: Handle, name: str, body: Body | None) -> MissingReason:
+    context = handle.context
+    if body is None:
+        stored = context.sessions.segments(context.name, [name])
+        return "purged" if name in stored else "unknown"
+    nodes = nodes_by_segment(context).get(name, [])
+    if _was_on(handle.branch, context, nodes) or not heads_holding(context, nodes):
+        return "deleted"
+    return "other_branch"
+
+
+def _was_on(branch: Branch, context: Context, nodes: Sequence[int]) -> bool:
+    """Whether an earlier head of this branch, as its log knows them, held one of the nodes."""
+    parents = {node.id: node.parent for node in context.sessions.nodes(context.name)}
+    wanted = set(nodes)
+    return any(wanted & ancestors(parents, head.node) for head in branch.past_heads())
+
+
+def place_in_tree(context: Context, branch: Branch, body: Body) -> Path | None:
+    """The path to the newest node that holds the segment; None if a purge left none."""
+    nodes = nodes_by_segment(context).get(body.id)
+    return branch.path_to(nodes[-1]) if nodes else None
