@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from freetoken_agent import LocalModel
 from freetoken_agent.byte_tokenizer import CHATML_CONTROLS
 from freetoken_agent.catalog import ModelNotFound, resolve
-from freetoken_agent.model import LocalModel
 from freetoken_agent.proofs import Gold
 from freetoken_agent.testing import CHATML
 from freetoken_runtime import Engine, EngineConfig
