@@ -94,15 +94,6 @@ def append_result(layout: Layout, path: Path, call: int, text: str, *, error: bo
     return append(layout, path, [pairing.answer(path.places[call], text, error=error)])
 
 
-def result_index(path: Path, call: Place) -> int:
-    """Where the last result of a call id stands."""
-    return max(
-        i
-        for i, place in enumerate(path.places)
-        if place.kind == "tool_result" and place.call_id == call.call_id
-    )
-
-
 def replace_text(layout: Layout, path: Path, index: int, text: str) -> Path:
     """A new version of any segment but a call."""
     old = path.places[index]

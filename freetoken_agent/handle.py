@@ -20,7 +20,7 @@ from .layout import Layout
 from .model import Model
 from .pairing import open_calls
 from .path import Body, Path, settled
-from .segments import Edit, ReusePlan
+from .segments import Edit, ReusePlan, Segment
 
 if TYPE_CHECKING:
     from .store import Store
@@ -108,6 +108,7 @@ class Batch:
     label: str
     path: Path
     edit: Edit | None = None
+    dropped: dict[str, Body] = field(default_factory=dict)  # made and removed inside, never stored
 
 
 class Handle:
@@ -119,6 +120,7 @@ class Handle:
         self.branch = branch
         self.lock = threading.RLock()
         self._batch: Batch | None = None
+        self._dropped: dict[str, Body] = {}  # handed out by batches, but never stored
         self._pinned: list[tuple[int, ...]] = []
 
     @property
@@ -127,9 +129,11 @@ class Handle:
         batch = self._batch
         return self.branch.path if batch is None else batch.path
 
-    @property
-    def in_batch(self) -> bool:
-        return self._batch is not None
+    def dropped(self, segment: str) -> Body | None:
+        """A segment that a batch handed out and removed again; the store never saw it."""
+        batch = self._batch
+        inside = None if batch is None else batch.dropped.get(segment)
+        return inside or self._dropped.get(segment)
 
     def writable(self) -> tuple[Model, Layout]:
         """SessionReadOnly or SessionBusy unless the branch may be edited."""
@@ -152,13 +156,15 @@ class Handle:
         if self._batch is not None:
             raise InvalidEdit(f"{what} is not possible inside a batch", remedy="end it first")
 
-    def write(self, label: str, rewrite: Callable[[Layout, Path], Path]) -> Path:
-        """Apply an edit without pricing it; returns the new path."""
+    def write(self, label: str, rewrite: Callable[[Layout, Path], Path]) -> Segment:
+        """Apply an edit without pricing it; returns the last segment it added."""
         with self.lock:
             _, layout = self.writable()
-            after = rewrite(layout, self.path)
+            before = self.path
+            after = rewrite(layout, before)
             self._accept(label, after)
-            return after
+        added, _ = views.changes(before, after)
+        return added[-1]
 
     def edit(
         self, label: str, rewrite: Callable[[Layout, Path], Path], *, dry_run: bool = False
@@ -187,6 +193,7 @@ class Handle:
                 self._batch = None
                 after = settled(self.branch.path, batch.path.places, batch.path.tail)
                 batch.edit = self.edit(label or "batch", lambda _, __: after)
+                self._dropped.update(batch.dropped)
         finally:
             with self.lock:
                 self._batch = None
@@ -213,6 +220,10 @@ class Handle:
 
     def _accept(self, label: str, after: Path) -> int | None:
         if self._batch is not None:
+            bodies = (place.body for place in self._batch.path.places)
+            stored = self.context.bodies
+            gone = {b.id: b for b in bodies if b.id not in after.index and b.id not in stored}
+            self._batch.dropped.update(gone)
             self._batch.path = after
             return self.branch.next_log_id
         if after is self.branch.path:

@@ -34,12 +34,9 @@ def place_of(handle: Handle, path: Path, segment: Segment | str) -> int:
     index = path.index.get(name)
     if index is not None:
         return index
-    body = body_of(handle.context, name)
-    origin = body.origin if body is not None else None
-    if origin is None and isinstance(segment, Segment) and segment.origin in path.origins:
-        origin = segment.origin  # a version that only a batch or a dry run ever held
-    if origin is not None and origin in path.origins:
-        current = views.segments(path, [path.origins[origin]])[0]
+    body = body_of(handle.context, name) or handle.dropped(name)
+    if body is not None and body.origin in path.origins:
+        current = views.segments(path, [path.origins[body.origin]])[0]
         raise SegmentReplaced(
             "the segment was replaced on this path", segment=name, current=current
         )

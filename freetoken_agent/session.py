@@ -26,7 +26,7 @@ from .rerendering import rerender
 from .segments import Content, Edit, PurgeReport, Reply, Segment, Usage, as_text
 from .session_reader import SessionReader
 from .tool_schemas import ToolLike, tools_text
-from .views import kind_of, segments
+from .views import kind_of
 
 Rewrite = Callable[[Layout, Path], Path]
 
@@ -56,13 +56,13 @@ class Session(SessionReader):
                 return edits.set_preamble(layout, path, "system", new.text, meta=new.meta)
             return edits.append(layout, path, [new], tail=tail, drop_thinking=drop)
 
-        return self._written(f"append {new.kind}", rewrite)
+        return self._handle.write(f"append {new.kind}", rewrite)
 
     def append_call(
         self, name: str, arguments: Mapping[str, Any], *, id: str | None = None
     ) -> Segment:
         """Add a tool call, parallel to one directly before it. Its id is generated if not given."""
-        return self._written(
+        return self._handle.write(
             "append_call",
             lambda layout, path: edits.append(layout, path, [_call(path, name, arguments, id)]),
         )
@@ -72,16 +72,12 @@ class Session(SessionReader):
     ) -> Segment:
         """Answer an open call (a segment, its id or its call id). Results keep call order."""
         text = as_text(content)
-        at: list[int] = []
 
         def rewrite(layout: Layout, path: Path) -> Path:
             index = lookups.call_of(self._handle, path, call)
-            after = edits.append_result(layout, path, index, text, error=error)
-            at.append(edits.result_index(after, path.places[index]))
-            return after
+            return edits.append_result(layout, path, index, text, error=error)
 
-        after = self._handle.write("append_result", rewrite)
-        return segments(after, at)[0]
+        return self._handle.write("append_result", rewrite)
 
     def append_messages(
         self, msgs: Sequence[Mapping[str, Any]], format: MessageFormat, *, dry_run: bool = False
@@ -319,11 +315,6 @@ class Session(SessionReader):
 
     def _edit(self, label: str, rewrite: Rewrite, dry_run: bool) -> Edit:
         return self._handle.edit(label, rewrite, dry_run=dry_run)
-
-    def _written(self, label: str, rewrite: Rewrite) -> Segment:
-        """The segment that an append put at the head."""
-        after = self._handle.write(label, rewrite)
-        return segments(after, [len(after.places) - 1])[0]
 
     def _preamble(self, kind: Kind, text: str | None, dry_run: bool) -> Edit:
         return self._edit(
