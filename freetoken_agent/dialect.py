@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from .errors import TemplateUnsupported
 from .items import ASSISTANT_KINDS, Item
-from .sentinels import mask_tools, sentinel
+from .sentinels import Masker, sentinel
 
 THINK_OPEN, THINK_CLOSE = "<think>\n", "\n</think>\n\n"
 CALL_OPEN, CALL_CLOSE = "<tool_call>\n", "\n</tool_call>"
@@ -80,8 +80,10 @@ class SentinelFill:
         return {sentinel("key", index): sentinel("value", index)}
 
     def tools(self, index: int) -> list[dict[str, Any]]:
-        self.strings.clear()
-        return mask_tools(parse_tools(self._items[index].text), self.strings)
+        masker = Masker()
+        masked = masker.mask_tools(parse_tools(self._items[index].text))
+        self.strings = masker.strings
+        return masked
 
 
 class RealFill:

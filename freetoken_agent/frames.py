@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each content lands in a rendering, and the literal text between neighbours.
 
-A call is a unit: its extent reaches from `head` before its first slot to `tail` after its last.
+A skeleton is a rendering with sentinels for contents. A call is a unit: its extent reaches from
+`head` before its first slot to `tail` after its last.
+
+    <|im_end|>\\n<|im_start|>assistant\\n <tool_call>\\n{"name": "Zn…", … "Zv…"}}\\n</tool_call>
+    '------------ gap --------------'  '------------------ unit -----------------'
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .dialect import Dialect, SentinelFill, build_messages
+from .dialect import Dialect, Fill, SentinelFill, build_messages
 from .errors import TemplateUnsupported
 from .items import Item, Options
 from .jinja import JinjaTemplate
 from .sentinels import Mark, Slot, find_marks
 
+Extent = tuple[int, int]
+Part = tuple[str, bool]  # text, and whether it is content
+
 
 @dataclass(frozen=True)
 class CallShape:
-    """The literal ends of a call and the order of its slots, learned from the template."""
+    """The literal ends of a call around one order of its slots."""
 
     slots: tuple[Slot, ...]
     head: str
@@ -25,37 +32,54 @@ class CallShape:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A skeleton: its text, and of each item its extent, None where the template dropped it."""
+    """A skeleton: its text, and of each item its extent, None where the template dropped it or
+    shows it twice. `strings`: originals of the masked strings of tool schemas."""
 
     text: str
-    extents: tuple[tuple[int, int] | None, ...]
-    strings: tuple[str, ...]  # originals of the masked strings of tool schemas
+    extents: tuple[Extent | None, ...]
+    strings: tuple[str, ...]
+
+    def extent(self, items: Sequence[Item], index: int) -> Extent:
+        """The extent of an item that must be there."""
+        extent = self.extents[index]
+        if extent is None:
+            raise TemplateUnsupported(
+                f"the chat template drops or repeats a {items[index].kind} here",
+                remedy="leave it out, or put it elsewhere",
+            )
+        return extent
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A template with what has been learned about it."""
+    """A template with what has been learned about it. Immutable; any thread may render."""
 
     template: JinjaTemplate
     dialect: Dialect
-    call: CallShape | None = None
+    calls: tuple[CallShape, ...] = ()
 
-    def render(
-        self, items: Sequence[Item], options: Options, *, generation: bool = False
-    ) -> Rendering:
-        """The skeleton of a path. TemplateUnsupported if the template refuses it."""
-        fill = SentinelFill(items)
+    def text(
+        self, items: Sequence[Item], fill: Fill, options: Options, *, generation: bool = False
+    ) -> str:
+        """A rendering with `fill` in the place of contents. TemplateUnsupported."""
         request = build_messages(self.dialect, items, fill)
-        text = self.template.render(
+        return self.template.render(
             request.messages,
             tools=request.tools,
             add_generation_prompt=generation,
             variables={**self.dialect.variables, **options.variables},
             now_s=options.now_s,
         )
+
+    def skeleton(
+        self, items: Sequence[Item], options: Options, *, generation: bool = False
+    ) -> Rendering:
+        """The rendering with sentinels. TemplateUnsupported if the template refuses the path."""
+        fill = SentinelFill(items)
+        text = self.text(items, fill, options, generation=generation)
         return Rendering(text, self._extents(text, items), tuple(fill.strings))
 
-    def _extents(self, text: str, items: Sequence[Item]) -> tuple[tuple[int, int] | None, ...]:
+    def _extents(self, text: str, items: Sequence[Item]) -> tuple[Extent | None, ...]:
         marks: dict[int, list[Mark]] = {}
         strings: list[Mark] = []
         for mark in find_marks(text):
@@ -63,32 +87,33 @@ class Grammar:
                 strings.append(mark)
             else:
                 marks.setdefault(mark.number, []).append(mark)
-        extents: list[tuple[int, int] | None] = []
-        for index, item in enumerate(items):
-            if item.kind == "tool_call":
-                extents.append(self._call_extent(text, marks.get(index, [])))
+        return tuple(
+            self._extent(text, item, marks.get(index, []), strings)
+            for index, item in enumerate(items)
+        )
+
+    def _extent(
+        self, text: str, item: Item, marks: Sequence[Mark], strings: Sequence[Mark]
+    ) -> Extent | None:
+        if item.kind == "tool_call":
+            return self._call_extent(text, marks)
+        found = [mark for mark in marks if mark.slot == "content"]
+        if item.kind == "tools" and not found:
+            return _region(text, strings)
+        return (found[0].start, found[0].end) if len(found) == 1 else None
+
+    def _call_extent(self, text: str, marks: Sequence[Mark]) -> Extent | None:
+        for shape in self.calls:
+            used = marks[: len(shape.slots)]
+            if tuple(mark.slot for mark in used) != shape.slots:
                 continue
-            found = [mark for mark in marks.get(index, []) if mark.slot == "content"]
-            if item.kind == "tools" and not found:
-                extents.append(_region(text, strings))
-            else:
-                extents.append((found[0].start, found[0].end) if len(found) == 1 else None)
-        return tuple(extents)
-
-    def _call_extent(self, text: str, marks: list[Mark]) -> tuple[int, int] | None:
-        shape = self.call
-        if shape is None:
-            return (marks[0].start, marks[-1].end) if marks else None
-        marks = marks[: len(shape.slots)]
-        if tuple(mark.slot for mark in marks) != shape.slots:
-            return None
-        start, end = marks[0].start, marks[-1].end
-        if not (text.endswith(shape.head, 0, start) and text.startswith(shape.tail, end)):
-            return None
-        return start - len(shape.head), end + len(shape.tail)
+            start, end = used[0].start, used[-1].end
+            if text.endswith(shape.head, 0, start) and text.startswith(shape.tail, end):
+                return start - len(shape.head), end + len(shape.tail)
+        return None
 
 
-def _region(text: str, strings: Sequence[Mark]) -> tuple[int, int] | None:
+def _region(text: str, strings: Sequence[Mark]) -> Extent | None:
     """Tools as the template writes them: the hull of their strings, widened to whole lines or to
     the tags around them."""
     if not strings:
@@ -101,75 +126,25 @@ def _region(text: str, strings: Sequence[Mark]) -> tuple[int, int] | None:
     return start, end
 
 
-def fill_gap(gap: str, items: Sequence[Item]) -> list[tuple[str, bool]]:
-    """A gap's text with the names and ids of its calls put back, as (text, is_content) parts."""
-    parts: list[tuple[str, bool]] = []
+def gap_marks(gap: str) -> list[Mark]:
+    """Sentinels in a gap that do not belong there: contents and schema strings."""
+    return [mark for mark in find_marks(gap) if mark.slot not in ("name", "id")]
+
+
+def fill_gap(gap: str, items: Mapping[int, Item]) -> list[Part]:
+    """A gap's text with the names and ids of its calls put back. `items`: by sentinel number."""
+    parts: list[Part] = []
     position = 0
     for mark in find_marks(gap):
-        parts.append((gap[position : mark.start], False))
-        item = items[mark.number] if mark.number < len(items) else None
+        item = items.get(mark.number)
         if item is None or mark.slot not in ("name", "id"):
             raise TemplateUnsupported(
-                "the chat template repeats a content", value=gap[mark.start : mark.end]
+                "the chat template moves or repeats a content between two others",
+                value=mark.slot,
+                remedy="put it elsewhere",
             )
+        parts.append((gap[position : mark.start], False))
         parts.append(((item.name if mark.slot == "name" else item.call_id) or "", True))
         position = mark.end
     parts.append((gap[position:], False))
     return [part for part in parts if part[0]]
-
-
-def learn_call(grammar: Grammar, options: Options) -> CallShape | None:
-    """The unit of a call: what all contexts share around its slots. None if it is not rendered."""
-    user = Item("user")
-    call = Item("tool_call", name="f", arguments={}, call_id="x")
-    contexts = (
-        [user, call],
-        [user, Item("text"), call],
-        [user, call, call],
-    )
-    heads: list[str] = []
-    tails: list[str] = []
-    slots: tuple[Slot, ...] | None = None
-    for items in contexts:
-        try:
-            text = grammar.render(items, options).text
-        except TemplateUnsupported:
-            continue
-        for index, item in enumerate(items):
-            if item.kind != "tool_call":
-                continue
-            marks = [mark for mark in find_marks(text) if mark.number == index]
-            if not marks:
-                continue
-            found = tuple(mark.slot for mark in marks)
-            if slots is None:
-                slots = found
-            if found != slots:
-                continue
-            others = [mark for mark in find_marks(text) if mark.number != index]
-            left = max((m.end for m in others if m.end <= marks[0].start), default=0)
-            right = min((m.start for m in others if m.start >= marks[-1].end), default=len(text))
-            heads.append(text[left : marks[0].start])
-            tails.append(text[marks[-1].end : right])
-    if slots is None or not {"name", "key", "value"} <= set(slots):
-        return None
-    head = _common_prefix([text[::-1] for text in heads])[::-1]
-    tail = _common_prefix(tails)
-    return CallShape(slots, _cut_head(head), _cut_tail(tail))
-
-
-def _common_prefix(texts: Sequence[str]) -> str:
-    shortest = min(texts, key=len)
-    for index, character in enumerate(shortest):
-        if any(text[index] != character for text in texts):
-            return shortest[:index]
-    return shortest
-
-
-def _cut_head(text: str) -> str:
-    """From the first whole tag or bracket on; blanks before it stay in the gap."""
-    return text.lstrip()
-
-
-def _cut_tail(text: str) -> str:
-    return text.rstrip()

@@ -1,34 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out, by rendering, how a template wants its messages and what it does to them."""
+"""Finds out, by rendering, how a template wants its messages."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .call_format import CallFormat, learn_call_format
-from .dialect import Dialect, SentinelFill, build_messages
+from .call_shapes import learn_call_shapes
+from .dialect import Dialect
 from .errors import TemplateUnsupported
-from .frames import Grammar, learn_call
+from .frames import Grammar
 from .items import DEFAULT_OPTIONS, Item, Options
 from .jinja import JinjaTemplate
-from .markup import Gaps, Markup, learn_markup
-from .sentinels import sentinel
 
-USER = Item("user")
+SYSTEM, USER = Item("system"), Item("user")
+THOUGHT, TEXT, ANSWER = Item("thinking", open=True), Item("text", open=True), Item("text")
 CALL = Item("tool_call", name="f", arguments={}, call_id="x")
 RESULT = Item("tool_result", name="f", call_id="x")
+OTHER_CALL, OTHER_RESULT = replace(CALL, call_id="y"), replace(RESULT, call_id="y")
 TOOLS = Item(
     "tools",
     '[{"type": "function", "function": {"name": "lookup", "description": "Look up.", '
     '"parameters": {"type": "object", "properties": {"word": {"type": "string", '
     '"description": "What."}}, "required": ["word"]}}}]',
 )
-_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_VARIABLES: tuple[dict[str, object], ...] = ({}, {"thinking": True}, {"enable_thinking": True})
 
 
 def renders(grammar: Grammar, items: Sequence[Item], options: Options = DEFAULT_OPTIONS) -> bool:
     """Whether the template shows every item once, in order."""
     try:
-        extents = grammar.render(items, options).extents
+        extents = grammar.skeleton(items, options).extents
     except TemplateUnsupported:
         return False
     position = 0
@@ -39,129 +41,62 @@ def renders(grammar: Grammar, items: Sequence[Item], options: Options = DEFAULT_
     return True
 
 
-def find_dialect(template: JinjaTemplate) -> Grammar:
+def find_dialect(template: JinjaTemplate, stops: Sequence[str]) -> Grammar:
     """The first dialect in which the template shows each kind; a kind it shows in none is inlined.
 
-    TemplateUnsupported if it cannot even render a user's message and an answer.
+    `stops`: literals of the tokens that end a turn. TemplateUnsupported if the template cannot
+    even render a user's message and an answer.
     """
-    grammar = Grammar(template, Dialect(tools=False, calls=False, thinking=None))
-    if not renders(grammar, [USER, Item("text")]):
-        grammar.render(
-            [USER, Item("text")], DEFAULT_OPTIONS
-        )  # raises with the template's own words
+    grammar = _with(Grammar(template, Dialect()), tools=False, calls=False, thinking=None)
+    bare = _first(_variants(grammar, no_tools=(None, ())), [[USER, ANSWER]])
+    if bare is None:
+        grammar.skeleton([USER, ANSWER], DEFAULT_OPTIONS)  # raises with the template's own words
         raise TemplateUnsupported(
             "the chat template cannot be learned: it does not show a user's message and an answer",
             remedy="use a template that renders both once, in order",
         )
-    if not renders(grammar, [Item("system"), USER]):
+    grammar = bare
+    if not renders(grammar, [SYSTEM, USER]):
         grammar = _with(grammar, system=False)
     grammar = _thinking(grammar)
-    grammar = _calls(grammar)
-    return _tools(grammar)
+    grammar = _calls(grammar, stops)
+    candidates = _variants(_with(grammar, tools=True), no_tools=(grammar.dialect.no_tools,))
+    preambles = [[TOOLS, USER], [SYSTEM, TOOLS, USER], [TOOLS, SYSTEM, USER]]
+    return _first(candidates, preambles) or grammar
 
 
 def _with(grammar: Grammar, **changes: object) -> Grammar:
     return replace(grammar, dialect=replace(grammar.dialect, **changes))  # type: ignore[arg-type]
 
 
-def _thinking(grammar: Grammar) -> Grammar:
-    for field_name in _FIELDS:
-        candidate = _with(grammar, thinking=field_name)
-        if renders(candidate, [USER, Item("thinking", open=True), Item("text")]):
+def _variants(grammar: Grammar, **values: Sequence[object]) -> Iterator[Grammar]:
+    """The grammar with every combination of the given values of its dialect's fields."""
+    for combination in itertools.product(*values.values()):
+        yield _with(grammar, **dict(zip(values, combination, strict=True)))
+
+
+def _first(candidates: Iterator[Grammar], paths: Sequence[Sequence[Item]]) -> Grammar | None:
+    """The first grammar that shows one of the paths whole."""
+    for candidate in candidates:
+        if any(renders(candidate, items) for items in paths):
             return candidate
-    return grammar
+    return None
 
 
-def _calls(grammar: Grammar) -> Grammar:
-    for arguments in ("object", "string"):
-        for empty in ("", None):
-            candidate = _with(grammar, calls=True, arguments=arguments, empty_content=empty)
-            shape = learn_call(candidate, DEFAULT_OPTIONS)
-            if shape is None or "\\" in shape.head + shape.tail:
-                continue
-            candidate = replace(candidate, call=shape)
-            if renders(candidate, [USER, CALL, RESULT]):
-                return candidate
-    shape = learn_call(grammar, DEFAULT_OPTIONS)
-    return replace(grammar, call=shape)
+def _thinking(grammar: Grammar) -> Grammar:
+    candidates = _variants(grammar, variables=_VARIABLES, thinking=_THINKING_FIELDS)
+    return _first(candidates, [[USER, THOUGHT, TEXT]]) or grammar
 
 
-def _tools(grammar: Grammar) -> Grammar:
-    for no_tools in (None, ()):
-        candidate = _with(grammar, tools=True, no_tools=no_tools)
-        if not renders(candidate, [USER, Item("text")]):
-            continue
-        for preamble in (
-            [TOOLS, USER],
-            [Item("system"), TOOLS, USER],
-            [TOOLS, Item("system"), USER],
-        ):
-            if renders(candidate, preamble):
-                return candidate
-    return grammar
-
-
-def find_markup(grammar: Grammar) -> Markup:
-    """The markers that a model writes, from short skeletons."""
-    opener = _opener(grammar)
-    thought, text = Item("thinking", open=True), Item("text", open=True)
-    shape = grammar.call
-    return learn_markup(
-        Gaps(
-            opener=opener,
-            to_text=_gap(grammar, [USER, text]),
-            to_thinking=_gap(grammar, [USER, thought]),
-            to_call=_gap(grammar, [USER, CALL]),
-            thinking_to_text=_gap(grammar, [USER, thought, text]),
-            thinking_to_call=_gap(grammar, [USER, thought, CALL]),
-            text_to_call=_gap(grammar, [USER, text, CALL]),
-            call_to_call=_gap(grammar, [USER, CALL, CALL]),
-            call_to_result=_gap(grammar, [USER, CALL, RESULT]),
-            head=shape.head if shape else "",
-            tail=shape.tail if shape else "",
-        ),
-        _call_format(grammar),
+def _calls(grammar: Grammar, stops: Sequence[str]) -> Grammar:
+    candidates = _variants(
+        _with(grammar, calls=True), arguments=("object", "string"), empty_content=("", None)
     )
-
-
-def _opener(grammar: Grammar) -> str:
-    rendering = grammar.render([USER], DEFAULT_OPTIONS, generation=True)
-    extent = rendering.extents[0]
-    assert extent is not None, "a user's message was shown when the dialect was found"
-    return rendering.text[extent[1] :]
-
-
-def _gap(grammar: Grammar, items: Sequence[Item]) -> str | None:
-    """The text before the last item; None if the template refuses or drops a neighbour."""
-    try:
-        rendering = grammar.render(items, DEFAULT_OPTIONS)
-    except TemplateUnsupported:
-        return None
-    left, right = rendering.extents[-2:]
-    return None if left is None or right is None else rendering.text[left[1] : right[0]]
-
-
-class _PairFill(SentinelFill):
-    """Calls with two arguments."""
-
-    def arguments(self, index: int) -> Mapping[str, object]:
-        return {
-            sentinel("key", index): sentinel("value", index),
-            sentinel("key", index + 1): sentinel("value", index + 1),
-        }
-
-
-def _call_format(grammar: Grammar) -> CallFormat | None:
-    items = [USER, CALL]
-    try:
-        rendering = grammar.render(items, DEFAULT_OPTIONS)
-        request = build_messages(grammar.dialect, items, _PairFill(items))
-        pair = grammar.template.render(
-            request.messages, tools=request.tools, variables=grammar.dialect.variables
-        )
-    except TemplateUnsupported:
-        return None
-    extent = rendering.extents[1]
-    if extent is None:
-        return None
-    return learn_call_format(rendering.text[extent[0] : extent[1]], 1, pair)
+    for candidate in candidates:
+        shapes = learn_call_shapes(candidate, stops)
+        if any("\\" in shape.head + shape.tail for shape in shapes):
+            continue  # a string escaped twice: this template wants the other form of arguments
+        candidate = replace(candidate, calls=shapes)
+        if shapes and renders(candidate, [USER, CALL, RESULT]):
+            return candidate
+    return replace(grammar, calls=learn_call_shapes(grammar, stops))

@@ -57,27 +57,33 @@ _SCHEMA_WORDS = frozenset(
 )
 
 
-def mask_strings(value: Any, strings: list[str], keep: frozenset[str] = frozenset()) -> Any:
-    """A copy of a JSON value with every string, keys included, replaced by a sentinel of slot
-    "string" unless it is in `keep`. `strings` collects the originals: its index is the number."""
-    if isinstance(value, str):
-        if value in keep:
-            return value
-        strings.append(value)
-        return sentinel("string", len(strings) - 1)
-    if isinstance(value, Mapping):
-        return {
-            mask_strings(key, strings, keep): mask_strings(item, strings, keep)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [mask_strings(item, strings, keep) for item in value]
-    return value
+class Masker:
+    """Replaces the strings of JSON values by sentinels of slot "string", equal ones by equal
+    sentinels; `strings` holds the originals by number."""
 
+    def __init__(self) -> None:
+        self.strings: list[str] = []
+        self._numbers: dict[str, int] = {}
 
-def mask_tools(tools: Sequence[Mapping[str, Any]], strings: list[str]) -> list[dict[str, Any]]:
-    """Tool schemas with the user's strings masked and the schema's own words kept."""
-    return [mask_strings(tool, strings, _SCHEMA_WORDS) for tool in tools]
+    def mask(self, value: Any, keep: frozenset[str] = frozenset()) -> Any:
+        """A copy with every string, keys included, masked unless it is in `keep`."""
+        if isinstance(value, str):
+            return value if value in keep else self._sentinel(value)
+        if isinstance(value, Mapping):
+            return {self.mask(key, keep): self.mask(item, keep) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mask(item, keep) for item in value]
+        return value
+
+    def mask_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Tool schemas with the user's strings masked and the schema's own words kept."""
+        return [self.mask(tool, _SCHEMA_WORDS) for tool in tools]
+
+    def _sentinel(self, value: str) -> str:
+        if value not in self._numbers:
+            self._numbers[value] = len(self.strings)
+            self.strings.append(value)
+        return sentinel("string", self._numbers[value])
 
 
 def _spellings(original: str) -> list[str]:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gap between two neighbours, from the smallest path that shows it.
+
+A *window* keeps the preamble, one user message before the left neighbour, the left neighbour's own
+messages and the right neighbour; gaps from windows are cached by the window's kinds. A template
+whose windows were seen to differ from whole renderings is always rendered whole.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .errors import TemplateUnsupported
+from .frames import Extent, Grammar, Part, Rendering, fill_gap, gap_marks
+from .items import ASSISTANT_KINDS, DEFAULT_OPTIONS, Item, Options
+from .sentinels import find_marks, sentinel
+
+PREAMBLE_KINDS = frozenset(("system", "tools"))
+_MAX_CACHED = 4096
+_SAMPLE_TOOLS = (
+    '[{"type": "function", "function": {"name": "f", "description": "d", '
+    '"parameters": {"type": "object", "properties": {"p": {"type": "string"}}}}}]'
+)
+
+
+def preamble_length(items: Sequence[Item]) -> int:
+    """How many system and tools items lead the path."""
+    count = 0
+    while count < len(items) and items[count].kind in PREAMBLE_KINDS:
+        count += 1
+    return count
+
+
+def message_start(items: Sequence[Item], index: int) -> int:
+    """Where the group of messages around an item begins: an assistant's message, or adjacent
+    results together with the calls they answer."""
+    start = index
+    while start and items[start].kind == "tool_result" and items[start - 1].kind == "tool_result":
+        start -= 1
+    if items[start].kind == "tool_result" and start:
+        start -= 1
+    while (
+        start and items[start].kind in ASSISTANT_KINDS and items[start - 1].kind in ASSISTANT_KINDS
+    ):
+        start -= 1
+    return start
+
+
+def window(items: Sequence[Item], index: int) -> list[int]:
+    """Indices that decide the gap before items[index]; index may be one past the end."""
+    preamble = preamble_length(items)
+    kept = list(range(min(preamble, index)))
+    if index <= preamble:
+        return [*kept, index] if index < len(items) else kept
+    start = message_start(items, index - 1)
+    if items[index - 1].kind == "system" and start > preamble:
+        start = message_start(items, start - 1)
+    if items[start].kind != "user":
+        users = [i for i in range(preamble, start) if items[i].kind == "user"]
+        kept += users[-1:]
+    kept += range(max(start, preamble), index)
+    return [*kept, index] if index < len(items) else kept
+
+
+class GapSource:
+    """Derives gaps. Thread-safe: the cache only ever gains equal values."""
+
+    def __init__(self, grammar: Grammar, *, windows: bool) -> None:
+        self._grammar = grammar
+        self._windows = windows
+        self._cache: dict[tuple[object, ...], str] = {}
+
+    @property
+    def windows(self) -> bool:
+        """Whether gaps come from windows."""
+        return self._windows
+
+    def run(self, items: Sequence[Item], start: int, options: Options) -> list[list[Part]]:
+        """The gaps before items[start:], from one rendering of the whole path where the template
+        shows both neighbours there, else from the path up to the right neighbour."""
+        alone = len(items) - start == 1
+        if alone and self._windows and start > preamble_length(items):
+            return [self.single(items, start, options)]
+        try:
+            rendering = self._whole(items, options)
+        except TemplateUnsupported:
+            return [self.single(items, index, options) for index in range(start, len(items))]
+        return [
+            self._from_run(rendering, items, index, options) for index in range(start, len(items))
+        ]
+
+    def single(self, items: Sequence[Item], index: int, options: Options) -> list[Part]:
+        """The gap before one item, looking at nothing after it."""
+        if self._windows and index > preamble_length(items):
+            shown = window(items, index)
+            text = self._windowed([items[i] for i in shown], options, generation=False)
+            return fill_gap(text, {number: items[i] for number, i in enumerate(shown)})
+        shown = list(range(index + 1))
+        text = self._cut([items[i] for i in shown], options, generation=False)
+        return fill_gap(text, dict(enumerate(items)))
+
+    def opener(self, items: Sequence[Item], options: Options) -> list[Part]:
+        """The generation opener after the last item."""
+        if self._windows and len(items) > preamble_length(items):
+            shown = window(items, len(items))
+            text = self._windowed([items[i] for i in shown], options, generation=True)
+        else:
+            shown = list(range(len(items)))
+            text = self._cut(items, options, generation=True)
+        return fill_gap(text, {number: items[i] for number, i in enumerate(shown)})
+
+    def _windowed(self, items: Sequence[Item], options: Options, *, generation: bool) -> str:
+        key = (
+            generation,
+            tuple((item.kind, item.open, item.partial, item.call_id) for item in _anonymous(items)),
+            json.dumps([options.variables, options.now_s], sort_keys=True, default=repr),
+        )
+        text = self._cache.get(key)
+        if text is None:
+            samples = [
+                replace(item, text=_SAMPLE_TOOLS)
+                if item.kind == "tools" and item.text not in ("", "[]")
+                else item
+                for item in items
+            ]
+            text = self._cut(samples, options, generation=generation)
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            self._cache[key] = text
+        return text
+
+    def _cut(self, items: Sequence[Item], options: Options, *, generation: bool) -> str:
+        """The text after the last item (the opener) or before it."""
+        left = len(items) - 1 if generation else len(items) - 2
+        rendering = self._whole(items, options, generation=generation)
+        begin = rendering.extent(items, left)[1] if left >= 0 else 0
+        end = None if generation else rendering.extent(items, left + 1)[0]
+        if end is not None and end < begin:
+            raise _moved(items[left + 1])
+        text = rendering.text[begin:end]
+        if gap_marks(text) and (preamble := preamble_length(items)) and left >= preamble:
+            # The template moves the preamble behind the left neighbour. Frames keep it where it
+            # was first laid out, so what belongs here is the gap of a path without one.
+            return _renumber(self._cut(items[preamble:], options, generation=generation), preamble)
+        return text
+
+    def _from_run(
+        self, rendering: Rendering, items: Sequence[Item], index: int, options: Options
+    ) -> list[Part]:
+        left: Extent | None = (0, 0) if index == 0 else rendering.extents[index - 1]
+        right = rendering.extents[index]
+        if left is not None and right is not None and left[1] <= right[0]:
+            text = rendering.text[left[1] : right[0]]
+            if not gap_marks(text):
+                return fill_gap(text, dict(enumerate(items)))
+        return self.single(items, index, options)
+
+    def _whole(
+        self, items: Sequence[Item], options: Options, *, generation: bool = False
+    ) -> Rendering:
+        try:
+            return self._grammar.skeleton(items, options, generation=generation)
+        except TemplateUnsupported:
+            if generation or any(item.kind == "user" for item in items):
+                raise
+            # Some templates refuse a path that has no question yet. What follows a gap does not
+            # change it, so one is lent.
+            rendering = self._grammar.skeleton([*items, Item("user")], options)
+            return replace(rendering, extents=rendering.extents[:-1])
+
+
+def _anonymous(items: Sequence[Item]) -> list[Item]:
+    """Call ids by order of appearance: a window's gap depends on who answers whom, not on names."""
+    numbers: dict[str | None, str] = {}
+    return [
+        replace(item, call_id=numbers.setdefault(item.call_id, str(len(numbers))))
+        if item.kind in ("tool_call", "tool_result")
+        else item
+        for item in items
+    ]
+
+
+def _renumber(text: str, shift: int) -> str:
+    """Sentinels of a path without its preamble, numbered as with it."""
+    parts, position = [], 0
+    for mark in find_marks(text):
+        parts += [text[position : mark.start], sentinel(mark.slot, mark.number + shift)]
+        position = mark.end
+    return "".join(parts) + text[position:]
+
+
+def _moved(item: Item) -> TemplateUnsupported:
+    return TemplateUnsupported(
+        f"the chat template moves a {item.kind} before its predecessor",
+        remedy="put it at the start, or leave it out",
+    )
+
+
+def windows_hold(grammar: Grammar, paths: Sequence[Sequence[Item]]) -> bool:
+    """Whether windows give the gaps that whole renderings give, on these paths."""
+    windowed, whole = GapSource(grammar, windows=True), GapSource(grammar, windows=False)
+    for items in paths:
+        for index in range(1, len(items) + 1):
+            if _try(windowed, items[: index + 1], index) != _try(whole, items[: index + 1], index):
+                return False
+    return True
+
+
+def _try(source: GapSource, items: Sequence[Item], index: int) -> list[Part] | None:
+    try:
+        if index == len(items):
+            return source.opener(items, DEFAULT_OPTIONS)
+        return source.single(items, index, DEFAULT_OPTIONS)
+    except TemplateUnsupported:
+        return None

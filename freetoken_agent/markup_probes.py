@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learns, from short skeletons, what a model writes between its contents."""
+
+from collections.abc import Mapping, Sequence
+
+from .call_format import CallFormat, learn_call_format
+from .dialect import SentinelFill
+from .errors import TemplateUnsupported
+from .frames import Grammar
+from .items import DEFAULT_OPTIONS, Item
+from .markup import Gaps, Markup, learn_markup
+from .probes import CALL, OTHER_CALL, RESULT, TEXT, THOUGHT, USER
+from .sentinels import sentinel
+
+
+def find_markup(grammar: Grammar) -> Markup:
+    """The markers that a model writes, from short skeletons."""
+    opener = _opener(grammar)
+    shape = grammar.calls[0] if grammar.calls else None
+    return learn_markup(
+        Gaps(
+            opener=opener,
+            to_text=_gap(grammar, [USER, TEXT]),
+            to_thinking=_gap(grammar, [USER, THOUGHT]),
+            to_call=_gap(grammar, [USER, CALL]),
+            thinking_to_text=_gap(grammar, [USER, THOUGHT, TEXT]),
+            thinking_to_call=_gap(grammar, [USER, THOUGHT, CALL]),
+            text_to_call=_gap(grammar, [USER, TEXT, CALL]),
+            call_to_call=_gap(grammar, [USER, CALL, OTHER_CALL]),
+            call_to_result=_gap(grammar, [USER, CALL, RESULT]),
+            head=shape.head if shape else "",
+            tail=shape.tail if shape else "",
+        ),
+        _call_format(grammar),
+    )
+
+
+def _opener(grammar: Grammar) -> str:
+    rendering = grammar.skeleton([USER], DEFAULT_OPTIONS, generation=True)
+    extent = rendering.extents[0]
+    assert extent is not None, "a user's message was shown when the dialect was found"
+    return rendering.text[extent[1] :]
+
+
+def _gap(grammar: Grammar, items: Sequence[Item]) -> str | None:
+    """The text before the last item; None if the template refuses or drops a neighbour."""
+    try:
+        rendering = grammar.skeleton(items, DEFAULT_OPTIONS)
+    except TemplateUnsupported:
+        return None
+    left, right = rendering.extents[-2:]
+    return None if left is None or right is None else rendering.text[left[1] : right[0]]
+
+
+class _PairFill(SentinelFill):
+    """Calls with two arguments."""
+
+    def arguments(self, index: int) -> Mapping[str, object]:
+        return {
+            sentinel("key", index): sentinel("value", index),
+            sentinel("key", index + 1): sentinel("value", index + 1),
+        }
+
+
+def _call_format(grammar: Grammar) -> CallFormat | None:
+    items = [USER, CALL]
+    try:
+        rendering = grammar.skeleton(items, DEFAULT_OPTIONS)
+        pair = grammar.text(items, _PairFill(items), DEFAULT_OPTIONS)
+    except TemplateUnsupported:
+        return None
+    extent = rendering.extents[1]
+    if extent is None:
+        return None
+    return learn_call_format(rendering.text[extent[0] : extent[1]], 1, pair)
