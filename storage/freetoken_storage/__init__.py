@@ -3,5 +3,6 @@
 
 from .database import Database
 from .memory import MemoryDatabase
+from .verification import Fault, VerifyReport, verify_store
 
-__all__ = ["Database", "MemoryDatabase"]
+__all__ = ["Database", "Fault", "MemoryDatabase", "VerifyReport", "verify_store"]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import keys
+from .environment import DATA_FILE
 from .errors import StoreDamaged
 from .snapshot_rows import load_record
 from .transactions import Environment, Transaction
@@ -48,7 +49,7 @@ def keep_live_states(txn: Transaction) -> Keep:
     def keep(key: bytes) -> bool:
         kind = key[:1]
         if kind == keys.CHUNK:
-            return keys.blob_of_chunk(key) in blobs
+            return keys.first_number(key) in blobs
         if kind in (keys.RECORD, keys.CHILD, keys.USE):
             return key[-keys.DIGEST_BYTES :] in digests
         return kind != keys.WRITING
@@ -104,7 +105,7 @@ def replace_file(folder: Path, kind: str) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         run_worker("rewrite", str(folder), str(temporary), kind)
-        os.replace(temporary / "data.mdb", folder / "data.mdb")
+        os.replace(temporary / DATA_FILE, folder / DATA_FILE)
         sync_folder(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -103,9 +103,8 @@ def delete_victims(txn: Transaction, victims: Sequence[Victim]) -> None:
 
 def _by_use(txn: Transaction) -> Iterator[tuple[int, bytes]]:
     """(stamp, digest) of every snapshot, least recently used first."""
-    start = len(keys.USE) + keys.NUMBER_BYTES
     for key, _ in txn.scan(keys.USE):
-        yield int.from_bytes(key[len(keys.USE) : start], "big"), key[start:]
+        yield keys.first_number(key), keys.tail(key)
 
 
 def _merge(

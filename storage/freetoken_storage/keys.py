@@ -148,7 +148,12 @@ def last_number(key: bytes) -> int:
     return number
 
 
-def blob_of_chunk(key: bytes) -> int:
-    """The blob that a CHUNK key belongs to."""
-    blob: int = _NUMBER.unpack_from(key, 1)[0]
-    return blob
+def first_number(key: bytes) -> int:
+    """The number after the kind: a session, a blob, a stamp."""
+    number: int = _NUMBER.unpack_from(key, 1)[0]
+    return number
+
+
+def tail(key: bytes) -> bytes:
+    """What follows the kind and that number: a name, a digest."""
+    return key[1 + NUMBER_BYTES :]

@@ -173,9 +173,14 @@ class Gate:
                 del self._inside[thread]
                 self._condition.notify_all()
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process got the gate through fork()."""
+        return os.getpid() != self._pid
+
     def check(self) -> None:
         """StoreForked, StoreClosed."""
-        if os.getpid() != self._pid:
+        if self.inherited:
             raise StoreForked(
                 "the store was opened by another process and inherited through fork()",
                 value=f"process {os.getpid()}",

@@ -12,6 +12,7 @@ from .memory_sessions import MemorySessions
 from .memory_snapshots import MemorySnapshots
 from .meta import check_meta
 from .records import Sessions, Snapshots
+from .verification import VerifyReport
 
 
 class MemoryDatabase:
@@ -25,8 +26,8 @@ class MemoryDatabase:
         self.notices: list[str] = []
         self._life = Life(read_only)
         self._meta: dict[str, bytes] = {}
-        self.sessions = MemorySessions(self._life)
-        self.snapshots = MemorySnapshots(self._life, disk_budget_bytes)
+        self.sessions = self._sessions = MemorySessions(self._life)
+        self.snapshots = self._snapshots = MemorySnapshots(self._life, disk_budget_bytes)
 
     def get_meta(self, key: str) -> bytes | None:
         with self._life.read():
@@ -39,6 +40,12 @@ class MemoryDatabase:
     def sizes(self) -> dict[str, int]:
         """Bytes that the states hold; sessions are not counted."""
         return {"sessions": 0, "states": self.snapshots.size_bytes()}
+
+    def verify(self) -> VerifyReport:
+        """What is there; RAM has no faults to find."""
+        with self._life.read():
+            counts = self._sessions.counts() | self._snapshots.counts()
+            return VerifyReport(counts=counts)
 
     def compact(self) -> bool:
         """True: deleted values have left already."""

@@ -231,6 +231,19 @@ class MemorySessions:
                 branches[name_].record = replace(old, version=old.version + 1, body=body)
             session.moved_now()
 
+    def counts(self) -> dict[str, int]:
+        """What `VerifyReport.counts` says of sessions."""
+        with self._life.read():
+            sessions = self._sessions.values()
+            branches = [branch for session in sessions for branch in session.branches.values()]
+            return {
+                "sessions": len(sessions),
+                "branches": len(branches),
+                "nodes": sum(len(session.nodes) for session in sessions),
+                "segments": sum(len(session.segments) for session in sessions),
+                "logs": sum(len(branch.log) for branch in branches),
+            }
+
     def list(self, prefix: str = "") -> list[SessionRecord]:
         encode_prefix(prefix)
         with self._life.read():

@@ -10,7 +10,7 @@ from .eviction import footprint
 from .life import Life
 from .names import MAX_OWNER_BYTES, encode_name
 from .records import Snapshot, SnapshotInfo
-from .snapshot_checks import check_digest, check_targets, snapshot_info
+from .snapshot_checks import check_digest, check_targets, ended_reader, snapshot_info
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,16 @@ class MemoryReader:
     """`records.SnapshotReader` over the entries as they were."""
 
     def __init__(self, entries: Mapping[bytes, _Entry]) -> None:
-        self._entries = entries
+        self._open_entries: Mapping[bytes, _Entry] | None = entries
+
+    @property
+    def _entries(self) -> Mapping[bytes, _Entry]:
+        if self._open_entries is None:
+            raise ended_reader()
+        return self._open_entries
+
+    def end(self) -> None:
+        self._open_entries = None
 
     def info(self, digest: bytes) -> SnapshotInfo | None:
         entry = self._entries.get(check_digest(digest))
@@ -73,7 +82,11 @@ class MemorySnapshots:
     def _reader(self) -> Iterator[MemoryReader]:
         with self._life.read():
             entries = dict(self._entries)
-        yield MemoryReader(entries)
+        reader = MemoryReader(entries)
+        try:
+            yield reader
+        finally:
+            reader.end()
 
     def contains(self, digest: bytes) -> bool:
         with self._life.read():
@@ -118,6 +131,12 @@ class MemorySnapshots:
     def flush(self) -> None:
         with self._life.read():
             pass  # there is nothing that could be lost later than now
+
+    def counts(self) -> dict[str, int]:
+        """What `VerifyReport.counts` says of snapshots."""
+        with self._life.read():
+            sizes = [sum(entry.info.sizes.values()) for entry in self._entries.values()]
+            return {"snapshots": len(sizes), "bytes": sum(sizes)}
 
     def _use(self, digest: bytes) -> None:
         self._entries[digest] = self._entries.pop(digest)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMDB's file layout, read with plain reads: no page of a file that does not hold what its header
+"""LMDB's file header, read with plain reads: no page of a file that does not hold what its header
 promises may ever be touched through a memory map, where the answer is SIGBUS.
 
-Both first pages are headers ("meta pages"), the one with the higher transaction number counts:
+Both first pages are headers ("meta pages"); a commit writes the page of its number's parity, so the
+two numbers are neighbours and the higher one counts:
 
     page header 16                          meta, from byte 16
     pgno:8 pad:2 flags:2 lower:2 upper:2    magic:4 version:4 address:8 map size:8
@@ -20,17 +21,22 @@ from .errors import StoreDamaged
 MAGIC = 0xBEEFC0DE
 DATA_VERSION = 1
 NO_PAGE = 2**64 - 1
+FIRST_PAGE = 2  # the first that is no meta page
 
-_PAGE = struct.Struct("<QHHHH")
+PAGE = struct.Struct("<QHHHH")
 _TREE = struct.Struct("<IHHQQQQQ")
 _META = struct.Struct(f"<IIQQ{_TREE.size}s{_TREE.size}sQQ")
+_META_END = PAGE.size + _META.size
 FLAG_META = 0x08
+FREE_TREE_FLAGS = 0x08  # integer keys
+MAIN_TREE_FLAGS = 0x00
 
 
 @dataclass(frozen=True)
 class Tree:
     """One B+ tree as its header describes it."""
 
+    flags: int
     depth: int
     branch_pages: int
     leaf_pages: int
@@ -41,7 +47,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Header:
-    """The newer of the two meta pages."""
+    """A meta page."""
 
     page_bytes: int
     free: Tree
@@ -56,46 +62,60 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of a database file. StoreDamaged names the file."""
+    """The newest header of a database file, checked. StoreDamaged names the file."""
+    return max(_read_headers(path), key=lambda header: header.txn_id)
+
+
+def read_header_of(path: Path, txn_id: int) -> Header | None:
+    """The header that commit `txn_id` wrote; None if two later commits have replaced it."""
+    return next((header for header in _read_headers(path) if header.txn_id == txn_id), None)
+
+
+def _read_headers(path: Path) -> list[Header]:
     with path.open("rb") as file:
         file_bytes = file.seek(0, 2)
         file.seek(0)
-        first = file.read(_PAGE.size + _META.size)
+        first = file.read(_META_END)
         page_bytes = _page_bytes(path, first, file_bytes)
         file.seek(page_bytes)
-        second = file.read(_PAGE.size + _META.size)
-    headers = [_parse(path, page, page_bytes) for page in (first, second)]
-    header = max(headers, key=lambda found: found.txn_id)
-    if header.file_bytes > file_bytes:
+        second = file.read(_META_END)
+    headers = [_parse(path, index, page, page_bytes) for index, page in enumerate((first, second))]
+    numbers = [header.txn_id for header in headers]
+    if numbers != [0, 0] and (abs(numbers[0] - numbers[1]) != 1 or numbers[0] % 2):
+        raise StoreDamaged(f"{path} has contradicting headers", value=f"commits {numbers}")
+    newest = max(headers, key=lambda header: header.txn_id)
+    if newest.file_bytes > file_bytes:
         raise StoreDamaged(
             f"{path} is truncated",
             value=f"{file_bytes} bytes",
-            limit=f"its header promises {header.file_bytes} bytes",
+            limit=f"its header promises {newest.file_bytes} bytes",
         )
-    return header
+    return headers
 
 
 def _page_bytes(path: Path, first: bytes, file_bytes: int) -> int:
-    if len(first) < _PAGE.size + _META.size:
+    if len(first) < _META_END:
         raise StoreDamaged(f"{path} is too short to be a database", value=f"{file_bytes} bytes")
-    page_bytes: int = _TREE.unpack(_META.unpack_from(first, _PAGE.size)[4])[0]
+    page_bytes: int = _TREE.unpack(_META.unpack_from(first, PAGE.size)[4])[0]
     if page_bytes not in (1 << exponent for exponent in range(9, 17)):
         raise StoreDamaged(f"{path} is not a database", value=f"page size {page_bytes}")
-    if file_bytes < 2 * page_bytes:
+    if file_bytes < FIRST_PAGE * page_bytes:
         raise StoreDamaged(f"{path} is truncated", value=f"{file_bytes} bytes")
     return page_bytes
 
 
-def _parse(path: Path, page: bytes, page_bytes: int) -> Header:
-    _, _, flags, _, _ = _PAGE.unpack_from(page)
-    magic, version, _, _, free, main, last_page, txn_id = _META.unpack_from(page, _PAGE.size)
-    if magic != MAGIC or not flags & FLAG_META:
+def _parse(path: Path, number: int, page: bytes, page_bytes: int) -> Header:
+    page_number, _, flags, _, _ = PAGE.unpack_from(page)
+    magic, version, _, _, free, main, last_page, txn_id = _META.unpack_from(page, PAGE.size)
+    if (magic, flags, page_number) != (MAGIC, FLAG_META, number):
         raise StoreDamaged(f"{path} is not a database", value=f"magic {magic:#x}")
     if version != DATA_VERSION:
         raise StoreDamaged(f"{path} is of another LMDB version", value=version, limit=DATA_VERSION)
-    return Header(page_bytes, _parse_tree(free), _parse_tree(main), last_page, txn_id)
+    header = Header(page_bytes, _parse_tree(free), _parse_tree(main), last_page, txn_id)
+    if (header.free.flags, header.main.flags) != (FREE_TREE_FLAGS, MAIN_TREE_FLAGS):
+        raise StoreDamaged(f"{path} has trees of a foreign kind", value=hex(header.main.flags))
+    return header
 
 
 def _parse_tree(raw: bytes) -> Tree:
-    _, _, depth, branch, leaf, overflow, entries, root = _TREE.unpack(raw)
-    return Tree(depth, branch, leaf, overflow, entries, root)
+    return Tree(*_TREE.unpack(raw)[1:])

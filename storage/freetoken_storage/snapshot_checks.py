@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 
 from . import keys, values
-from .errors import InvalidRecord
+from .errors import InvalidRecord, StoreClosed
 from .names import encode_name
 from .records import Snapshot, SnapshotInfo
 
@@ -55,3 +55,10 @@ def check_targets(info: SnapshotInfo, buffers: Mapping[str, memoryview]) -> dict
             )
         targets[name] = buffer.cast("B") if size_bytes else buffer
     return targets
+
+
+def ended_reader() -> StoreClosed:
+    """The error of a reader that outlived its block."""
+    return StoreClosed(
+        "a snapshot reader was used outside its block", remedy="read inside `with … .reader()`"
+    )

@@ -17,7 +17,7 @@ from .errors import StorageError, StoreFull
 from .eviction import ancestors, choose, delete_victims, footprint, load_or_none
 from .names import MAX_OWNER_BYTES, encode_name
 from .records import Snapshot, SnapshotInfo
-from .snapshot_checks import check_digest, check_targets, snapshot_info
+from .snapshot_checks import check_digest, check_targets, ended_reader, snapshot_info
 from .snapshot_rows import (
     Counters,
     Stored,
@@ -41,20 +41,30 @@ MAX_ATTEMPTS = 4  # of one write on a full disk, each after evicting what it nee
 
 
 class StoredReader:
-    """`records.SnapshotReader` on one read transaction."""
+    """`records.SnapshotReader` on one read transaction, until `end`."""
 
     def __init__(self, txn: Transaction) -> None:
-        self._txn = txn
+        self._open_txn: Transaction | None = txn
+
+    @property
+    def _txn(self) -> Transaction:
+        if self._open_txn is None:
+            raise ended_reader()
+        return self._open_txn
+
+    def end(self) -> None:
+        self._open_txn = None
 
     def info(self, digest: bytes) -> SnapshotInfo | None:
         stored = load_record(self._txn, check_digest(digest))
         return None if stored is None else stored.info
 
     def read_into(self, digest: bytes, buffers: Mapping[str, memoryview]) -> None:
-        stored = load_record(self._txn, check_digest(digest))
+        txn = self._txn
+        stored = load_record(txn, check_digest(digest))
         if stored is None:
             raise KeyError(digest)
-        copy_into(self._txn, digest, stored, check_targets(stored.info, buffers))
+        copy_into(txn, digest, stored, check_targets(stored.info, buffers))
 
 
 class StoredSnapshots:
@@ -96,7 +106,11 @@ class StoredSnapshots:
     @contextmanager
     def _reader(self) -> Iterator[StoredReader]:
         with self._environment.read() as txn:
-            yield StoredReader(txn)
+            reader = StoredReader(txn)
+            try:
+                yield reader
+            finally:
+                reader.end()
 
     def contains(self, digest: bytes) -> bool:
         with self._environment.read() as txn:
@@ -268,6 +282,7 @@ class StoredSnapshots:
     def _evict(self, needed_bytes: int, protected: set[bytes]) -> bool:
         """Delete the least valuable snapshots; False, and nothing is deleted, if that would not
         free `needed_bytes`."""
+        self._environment.reap_readers()
         with self._write() as txn:
             victims = choose(txn, needed_bytes, protected)
             if victims is None:

@@ -49,5 +49,8 @@ class Environment(Protocol):
     def sync(self) -> None:
         """Return when everything committed so far would survive a power loss."""
 
+    def reap_readers(self) -> None:
+        """Forget readers of killed processes: they keep old pages from being reused."""
+
     def file_bytes(self) -> int:
         """Bytes of the file that hold pages, free ones counted."""
