@@ -7,6 +7,7 @@ error code, never a signal.
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -194,8 +195,14 @@ class LmdbEnvironment:
         text = str(error)
         if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             return True
+        if os.strerror(errno.EIO) not in text:  # LMDB says so of any write that was cut short
+            return False
         disk = os.statvfs(self._folder)
-        return os.strerror(errno.EIO) in text and disk.f_bavail * disk.f_frsize < FULL_DISK_BYTES
+        size_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if size_limit == resource.RLIM_INFINITY:
+            size_limit = MAP_BYTES
+        room_bytes = size_limit - (self._folder / DATA_FILE).stat().st_size
+        return min(disk.f_bavail * disk.f_frsize, room_bytes) < FULL_DISK_BYTES
 
 
 def create_file(folder: Path) -> None:
