@@ -1,24 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """From weight files to a decoder, in the kernel forms that were asked for."""
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from .content_hash import content_hash
-from .errors import ModelNotFound
+from .errors import ModelNotFound, UnsupportedQuantization, WeightsDamaged
 from .gguf_weights import GgufFile
+from .kernels.dense_linear.cpu import has_onednn
+from .kernels.int4_linear import cpu as int4
+from .kernels.int8_linear import cpu as int8
+from .kernels.integers import (
+    Int4Values,
+    int4_from_groups,
+    quantise_int4,
+    quantise_int8,
+    stack_int4,
+)
 from .layers.attention import Attention
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
-from .layers.linear import DenseLinear, Linear
+from .layers.linear import DenseLinear, IntegerLinear, Linear
 from .layers.mlp import Mlp
 from .layers.norm import RmsNorm
 from .models.decoder import Decoder, DecoderParts, Layer
 from .safetensors_weights import SafetensorsFolder
 from .spec import LayerSpec, ModelSpec
-from .weight_source import WeightSource
+from .weight_source import Groups, WeightSource
 
 Dtype = Literal["float32", "bfloat16"]
 Quant = Literal["int8", "int4"]
@@ -26,12 +39,26 @@ Quant = Literal["int8", "int4"]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder with what its loading has to report."""
+    """A decoder with what its loading has to report.
+
+    `formats`: matrix -> how its weights are held, e.g. `layers.*.gate up: int4 in groups of 32`.
+    `notes`: what was not done as asked, or deserves to be known, one sentence each.
+    """
 
     decoder: Decoder
     spec: ModelSpec
     content_hash: str  # hex digest of the weight files' bytes
-    notes: tuple[str, ...] = ()  # what was not loaded as asked, one sentence each
+    formats: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def fingerprint_parts(self) -> dict[str, str]:
+        """What decides a state: weights, architecture, rope, context, quantisation."""
+        quantisation = json.dumps(dict(self.formats), sort_keys=True)
+        return {
+            "weights": self.content_hash,
+            **self.spec.fingerprint_parts(),
+            "quantisation": hashlib.sha256(quantisation.encode()).hexdigest(),
+        }
 
 
 def open_source(path: Path | str) -> WeightSource:
@@ -57,28 +84,66 @@ def load(
     quant: Quant | None = None,
     hash_cache: Path | None = None,
 ) -> LoadedModel:
-    """Load a model. Every parameter is read exactly once. `hash_cache`: see `content_hash`."""
+    """Load a model. Every parameter is read exactly once. `dtype` is that of matrices which are
+    not quantised; norms, biases and activations between layers are fp32. `hash_cache`: see
+    `content_hash`. UnsupportedQuantization for other values, and the errors of `open_source`."""
+    _check_choice("dtype", dtype, get_args(Dtype))
+    if quant is not None:
+        _check_choice("quant", quant, get_args(Quant))
     source = open_source(path)
-    decoder = Decoder(source.spec, _Builder(source).parts())
+    builder = _Builder(source, dtype, quant)
+    decoder = Decoder(source.spec, builder.parts())
     source.finish()
-    return LoadedModel(decoder, source.spec, content_hash(source.files, hash_cache))
+    return LoadedModel(
+        decoder=decoder,
+        spec=source.spec,
+        content_hash=content_hash(source.files, hash_cache),
+        formats=_summary(builder.formats, source.spec.num_layers),
+        notes=tuple(builder.notes),
+    )
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UnsupportedQuantization(
+            f"{name} is not supported", value=value, limit=", ".join(allowed)
+        )
+
+
+def _summary(formats: Mapping[str, str], num_layers: int) -> dict[str, str]:
+    """`layers.0.o`, `layers.1.o`, … of one format become `layers.*.o`."""
+    short: dict[str, str] = {}
+    for name, kind in formats.items():
+        if not name.startswith("layers."):
+            short[name] = kind
+            continue
+        part = name.split(".", 2)[2]
+        same = all(formats[f"layers.{index}.{part}"] == kind for index in range(num_layers))
+        short[f"layers.*.{part}" if same else name] = kind
+    return short
 
 
 class _Builder:
-    """Builds layers from a source, one parameter at a time, so that at most one matrix is held
-    twice."""
+    """Builds layers from a source, one matrix at a time, so that at most one is held twice.
+    Mutable: `formats` and `notes` collect what it did."""
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: WeightSource, dtype: Dtype, quant: Quant | None) -> None:
+        self.formats: dict[str, str] = {}
+        self.notes: list[str] = []
         self._source = source
-        self._eps = source.spec.norm_eps
+        self._dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+        self._quant = quant
+        if not has_onednn():
+            self.notes.append("this torch has no oneDNN: GEMMs take the slower path of F.linear")
 
     def parts(self) -> DecoderParts:
         spec = self._source.spec
-        if spec.tied_head:
-            head = self._linear("embedding")
-            embedding: Embedding = TiedEmbedding(head)
-        else:
-            embedding, head = TableEmbedding(self._source.read("embedding")), self._linear("head")
+        head = self._head("embedding" if spec.tied_head else "head")
+        embedding: Embedding = TiedEmbedding(head)
+        if not spec.tied_head:
+            table = self._read("embedding")
+            embedding = TableEmbedding(table)
+            self.formats["embedding"] = str(table.dtype).removeprefix("torch.")
         layers = tuple(self._layer(index, layer) for index, layer in enumerate(spec.layers))
         return DecoderParts(embedding, layers, self._norm("norm"), head)
 
@@ -87,30 +152,76 @@ class _Builder:
         normed = spec.mixer.qk_norm
         mixer = Attention(
             spec=spec.mixer,
-            qkv=self._linear(at + "q", at + "k", at + "v"),
-            output=self._linear(at + "o"),
+            qkv=self._linear(at, "q", "k", "v"),
+            output=self._linear(at, "o"),
             q_norm=self._norm(at + "q_norm") if normed else None,
             k_norm=self._norm(at + "k_norm") if normed else None,
         )
-        mlp = Mlp(self._linear(at + "gate", at + "up"), self._linear(at + "down"))
+        mlp = Mlp(self._linear(at, "gate", "up"), self._linear(at, "down"))
         return Layer(
             self._norm(at + "mixer_norm"), mixer, self._norm(at + "feed_forward_norm"), mlp
         )
 
     def _norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._source.read(name).float(), self._eps)
+        return RmsNorm(self._read(name).float(), self._source.spec.norm_eps)
 
-    def _linear(self, *names: str) -> Linear:
+    def _head(self, name: str) -> Linear:
+        """The head is at most int8: 4 bits there cost more accuracy than all layers together
+        (docs/decisions/0012-int4-heads.md)."""
+        if self._quant == "int4":
+            self.notes.append("the head is int8 per channel, not int4")
+        head = self._dense_or_int8([name])
+        self.formats["head and embedding" if name == "embedding" else "head"] = head.format
+        return head
+
+    def _linear(self, at: str, *parts: str) -> Linear:
         """One linear layer from matrices stacked along their outputs."""
+        names = [at + part for part in parts]
+        layer = self._int4(names) if self._quant == "int4" else self._dense_or_int8(names)
+        self.formats[at + " ".join(parts)] = layer.format
+        return layer
+
+    def _dense_or_int8(self, names: list[str]) -> Linear:
         shapes = [self._source.shape(name) for name in names]
-        weight = torch.empty(sum(shape[0] for shape in shapes), shapes[0][1])
+        dtype = torch.float32 if self._quant else self._dtype
+        weight = torch.empty(sum(shape[0] for shape in shapes), shapes[0][1], dtype=dtype)
         slices = torch.split(weight, [shape[0] for shape in shapes])
         for name, rows in zip(names, slices, strict=True):
-            rows.copy_(self._source.read(name))
-        return DenseLinear(weight, self._bias(*names))
+            rows.copy_(self._read(name))
+        bias = self._bias(names)
+        if self._quant:
+            return IntegerLinear(int8.pack(quantise_int8(weight)), bias)
+        return DenseLinear(weight, bias)
 
-    def _bias(self, *names: str) -> torch.Tensor | None:
+    def _int4(self, names: list[str]) -> Linear:
+        stored = [self._source.read_groups(name) for name in names]
+        sizes = {groups.size for groups in stored if groups is not None}
+        inputs = self._source.shape(names[0])[1]
+        size = min(sizes) if sizes else (64 if inputs % 64 == 0 else 32)
+        parts = [
+            self._int4_values(name, groups, size)
+            for name, groups in zip(names, stored, strict=True)
+        ]
+        return IntegerLinear(int4.pack(stack_int4(parts)), self._bias(names))
+
+    def _int4_values(self, name: str, groups: Groups | None, size: int) -> Int4Values:
+        if groups is None:
+            return quantise_int4(self._read(name).float(), size)
+        return int4_from_groups(groups.values, groups.scales, groups.minimums, groups.size)
+
+    def _bias(self, names: list[str]) -> torch.Tensor | None:
         biases = [f"{name}.bias" for name in names]
         if not self._source.has(biases[0]):
             return None
-        return torch.cat([self._source.read(bias).float() for bias in biases])
+        return torch.cat([self._read(bias).float() for bias in biases])
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A parameter; WeightsDamaged if it holds NaN or infinity, which integers would hide."""
+        tensor = self._source.read(name)
+        low, high = torch.aminmax(tensor)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise WeightsDamaged(
+                f"weight {name!r} in {self._source.path} is not finite",
+                value=f"{float(low)} to {float(high)}",
+            )
+        return tensor

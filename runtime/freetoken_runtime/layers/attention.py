@@ -26,9 +26,10 @@ class Attention:
     def __call__(
         self, x: torch.Tensor, batch: Batch, layer: int, rope: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        """x [T, H] -> [T, H]; writes this pass's keys and values into each sequence's state."""
+        """x [T, H] fp32 -> [T, H] fp32 or bf16; writes this pass's keys and values into each
+        sequence's state."""
         heads, kv_heads, dim = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
-        rows = self.qkv(x, batch.groups).view(len(x), heads + 2 * kv_heads, dim)
+        rows = self.qkv(x, batch.groups).float().view(len(x), heads + 2 * kv_heads, dim)
         qk, v = rows[:, : heads + kv_heads], rows[:, heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)

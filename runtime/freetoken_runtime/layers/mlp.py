@@ -19,6 +19,6 @@ class Mlp:
     down: Linear
 
     def __call__(self, x: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
-        """x [T, H] -> [T, H]."""
-        gate, up = self.gate_up(x, groups).chunk(2, -1)
+        """x [T, H] fp32 -> [T, H] fp32 or bf16."""
+        gate, up = self.gate_up(x, groups).float().chunk(2, -1)
         return self.down(functional.silu(gate).mul_(up), groups)

@@ -12,11 +12,14 @@ import torch
 from ..batch import Batch, Form, RowGroup
 from ..layers.attention import Attention
 from ..layers.embedding import Embedding
-from ..layers.linear import Linear
+from ..layers.linear import IntegerLinear, Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import RmsNorm
 from ..layers.rope import RopeTable
 from ..spec import ModelSpec
+
+_FEW_ROWS_INTEGER = 64
+_FEW_ROWS_DENSE = 16
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,19 @@ class DecoderParts:
 
 
 class Decoder:
-    """Rows in, rows out. Used by one thread at a time; only the rope tables grow."""
+    """Rows in, rows out. Used by one thread at a time; only the rope tables grow.
+
+    `few_rows_batch`: FEW rows of several sequences may share a RowGroup; if not, each sequence's
+    FEW rows are a group of their own, else a neighbour could change a token.
+    """
 
     def __init__(self, spec: ModelSpec, parts: DecoderParts) -> None:
         self.spec = spec
         self._parts = parts
         ropes = list(dict.fromkeys(layer.mixer.rope for layer in spec.layers))
         self._tables = [RopeTable(rope) for rope in ropes]
+        self._head_batches = parts.head.few_rows_batch
+        self.few_rows_batch = all(linear.few_rows_batch for linear in self._linears())
         self._table_of = [ropes.index(layer.mixer.rope) for layer in spec.layers]
 
     @torch.inference_mode()
@@ -66,20 +75,16 @@ class Decoder:
         """Hidden rows as `forward` returns them [n, H] -> [n, vocab] fp32. In the FEW form, the
         one generation uses, a row's logits are the same bits whatever rows stand beside it."""
         head = self._parts.head
-        if form is Form.MANY or head.few_rows_batch:
-            return head(hidden, [RowGroup(0, len(hidden), form)])
-        return torch.cat([head.few(row) for row in torch.split(hidden, 1)])
-
-    @property
-    def few_rows_batch(self) -> bool:
-        """Whether FEW rows of several sequences may share a RowGroup; if not, each sequence's FEW
-        rows are a group of their own, else a neighbour could change a token."""
-        return all(linear.few_rows_batch for linear in self._linears())
+        if form is Form.MANY or self._head_batches:
+            return head(hidden, [RowGroup(0, len(hidden), form)]).float()
+        return torch.cat([head.few(row) for row in torch.split(hidden, 1)]).float()
 
     @property
     def few_rows(self) -> int:
-        """A sequence with fewer new rows than this in a pass takes the FEW form."""
-        return 16
+        """A sequence with fewer new rows than this in a pass takes the FEW form
+        (docs/decisions/0011-rows-per-form.md)."""
+        integers = any(isinstance(linear, IntegerLinear) for linear in self._linears())
+        return _FEW_ROWS_INTEGER if integers else _FEW_ROWS_DENSE
 
     @property
     def size_bytes(self) -> int:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""int4 weights: torch's packed op for few rows; for many, the packed bytes are taken apart again,
+dequantised and given to an fp32 GEMM, so that weights are held once.
+
+Where torch puts a nibble depends on the instruction set; `byte_layout` finds out by packing a
+known matrix. N is padded to whole blocks, K to whole groups.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.nn.functional import pad
+
+from ...errors import UnsupportedQuantization
+from ..integers import Int4Values
+
+_BLOCK = 64  # a multiple of every known block of outputs
+_pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
+_op = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
+@dataclass(frozen=True)
+class ByteLayout:
+    """Outputs come in blocks; the two nibbles of a byte are outputs half a block apart, or (if
+    `paired`) neighbours."""
+
+    block: int
+    paired: bool
+
+
+@dataclass(frozen=True)
+class PackedInt4:
+    packed: torch.Tensor  # [N padded, K padded / 2] uint8, laid out by torch
+    scales_zeros: torch.Tensor  # [K padded / size, N padded, 2] bf16
+    size: int
+    outputs: int
+    inputs: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.packed.nbytes + self.scales_zeros.nbytes
+
+
+def pack(weight: Int4Values) -> PackedInt4:
+    """UnsupportedQuantization if this machine's byte layout is not known."""
+    byte_layout()
+    outputs = len(weight.values)
+    extra = -outputs % _BLOCK
+    packed = _pack(pad(weight.values, (0, 0, 0, extra)).int(), 1)
+    pairs = torch.stack((weight.scales, weight.zeros), -1)  # [N, K / size, 2]
+    scales_zeros = pad(pairs, (0, 0, 0, 0, 0, extra)).transpose(0, 1).contiguous()
+    return PackedInt4(packed, scales_zeros, weight.size, outputs, weight.inputs)
+
+
+def few(x: torch.Tensor, weight: PackedInt4) -> torch.Tensor:
+    """x [n, K] of any float dtype, rounded to bf16 -> [n, N] bf16."""
+    rounded = x.bfloat16()
+    padding = 2 * weight.packed.shape[1] - weight.inputs
+    if padding:
+        rounded = pad(rounded, (0, padding))
+    out: torch.Tensor = _op(rounded, weight.packed, weight.size, weight.scales_zeros)
+    return out if weight.outputs == out.shape[1] else out[:, : weight.outputs]
+
+
+def dequantise(weight: PackedInt4, rows: slice) -> torch.Tensor:
+    """Rows [start, stop) of W as fp32 [stop - start, K], start a multiple of 64; exact but for one
+    fp32 rounding of each weight."""
+    stop = min(rows.stop, weight.outputs)
+    padded_stop = stop + -stop % _BLOCK
+    steps = _unpack(weight.packed[rows.start : padded_stop], byte_layout()).sub_(8)
+    pairs = weight.scales_zeros[:, rows.start : padded_stop].transpose(0, 1).float()
+    grouped = steps.view(len(steps), -1, weight.size)
+    grouped.mul_(pairs[..., :1]).add_(pairs[..., 1:])
+    return steps[: stop - rows.start, : weight.inputs]
+
+
+@lru_cache(maxsize=1)
+def byte_layout() -> ByteLayout:
+    """This machine's layout. UnsupportedQuantization if none of the known ones fits."""
+    values = torch.randint(0, 16, (2 * _BLOCK, 32), generator=torch.Generator().manual_seed(0))
+    packed = _pack(values.int(), 1)
+    for layout in (ByteLayout(64, False), ByteLayout(32, False), *_PAIRED):
+        if torch.equal(_unpack(packed, layout), values.float()):
+            return layout
+    raise UnsupportedQuantization(
+        "int4 weights cannot be unpacked on this machine",
+        value=torch.backends.cpu.get_cpu_capability(),
+        remedy="use quant='int8'",
+    )
+
+
+_PAIRED = (ByteLayout(32, True), ByteLayout(16, True))
+
+
+def _unpack(packed: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
+    """packed [N, K / 2] -> integers as fp32 [N, K]."""
+    outputs, inputs, half = len(packed), 2 * packed.shape[1], layout.block // 2
+    bytes_ = packed.view(-1, inputs, half)  # [blocks, K, half a block]
+    out = torch.empty(outputs, inputs)
+    blocks = out.view(-1, layout.block, inputs)
+    low, high = (bytes_ & 15).transpose(1, 2), (bytes_ >> 4).transpose(1, 2)
+    if layout.paired:
+        blocks[:, 0::2], blocks[:, 1::2] = low, high
+    else:
+        blocks[:, :half], blocks[:, half:] = low, high
+    return out

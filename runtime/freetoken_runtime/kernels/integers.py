@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Integer weights as values, before any kernel packs them.
+
+Scales and zeros are bfloat16 from here on, rounded once: every kernel form computes with the same
+weights and only activations are rounded differently.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+INT4_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Int8Values:
+    """w[n, k] = values[n, k] · scales[n]."""
+
+    values: torch.Tensor  # [N, K] int8, -127..127
+    scales: torch.Tensor  # [N] bf16
+
+
+@dataclass(frozen=True)
+class Int4Values:
+    """w[n, k] = (values[n, k] - 8) · scales[n, k // size] + zeros[n, k // size].
+
+    K is padded to whole groups; `inputs` is the K of the model."""
+
+    values: torch.Tensor  # [N, K padded] uint8, 0..15
+    scales: torch.Tensor  # [N, K padded / size] bf16
+    zeros: torch.Tensor  # [N, K padded / size] bf16
+    size: int
+    inputs: int
+
+
+def quantise_int8(weight: torch.Tensor) -> Int8Values:
+    """Symmetric, one scale per output row, nearest. weight [N, K] fp32, finite."""
+    scales = (weight.abs().amax(1) / 127).bfloat16()
+    divisors = torch.where(scales > 0, scales, 1.0).float()
+    values = (weight / divisors[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return Int8Values(values, scales)
+
+
+def quantise_int4(weight: torch.Tensor, size: int) -> Int4Values:
+    """Asymmetric, one scale and zero per `size` weights of a row, nearest. weight [N, K] fp32,
+    finite. A last group that K does not fill is padded with zeros."""
+    outputs, inputs = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -inputs % size))
+    grouped = padded.view(outputs, -1, size)
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scales = ((high - low) / 15).bfloat16()
+    zeros = (low + 8 * scales.float()).bfloat16()
+    divisors = torch.where(scales > 0, scales, 1.0).float()
+    steps = (grouped - zeros.float()[..., None]) / divisors[..., None]
+    values = steps.round_().add_(8).clamp_(0, 15).to(torch.uint8)
+    return Int4Values(values.view(outputs, -1), scales, zeros, size, inputs)
+
+
+def int4_from_groups(
+    values: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor, size: int
+) -> Int4Values:
+    """Integers of a file kept as they are: w = q · scale + minimum, so zero = minimum + 8 scale.
+    values [N, K] uint8, scales and minimums [N, K / size] fp32."""
+    zeros = (minimums + 8 * scales).bfloat16()
+    return Int4Values(values, scales.bfloat16(), zeros, size, values.shape[1])
+
+
+def stack_int4(parts: list[Int4Values]) -> Int4Values:
+    """Matrices with equal K and group size, stacked along their outputs."""
+    first = parts[0]
+    assert all((part.size, part.inputs) == (first.size, first.inputs) for part in parts)
+    return Int4Values(
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat([part.zeros for part in parts]),
+        first.size,
+        first.inputs,
+    )
