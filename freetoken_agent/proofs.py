@@ -35,9 +35,12 @@ class Gold:
         return delta
 
     def _distance(self, engine: "Engine", ids: Sequence[int]) -> tuple[float, float]:
-        """max |Δlogit|, and the gap between the two best cold logits; both parts of the range."""
-        cold = self._cold.logits(ids, reuse=False)
-        reused = engine.logits(ids)
+        """max |Δlogit|, and the gap between the two best cold logits; both parts of the range.
+        Leaves the state of this one cold prefill in the second engine."""
+        self._cold.forget(ids, 0)
+        usage = self._cold.warm(ids)
+        assert usage.prefill_tokens == len(ids), f"not a cold prefill: {usage}"
+        cold, reused = self._cold.logits(ids), engine.logits(ids)
         span = float(cold.max() - cold.min())
         delta = float((reused - cold).abs().max()) / span
         best = cold.topk(2).values
@@ -47,7 +50,6 @@ class Gold:
         return delta, float(best[0] - best[1]) / span
 
     def _check_tokens(self, engine: "Engine", ids: list[int], num_tokens: int) -> None:
-        self._cold.forget(ids, 0)
         want = _greedy(self._cold, ids, num_tokens)
         got = _greedy(engine, ids, num_tokens)
         pairs = zip(want, got, strict=True)

@@ -86,7 +86,7 @@ async def test_chat_edit_a_tool_result_and_reopen_in_a_new_process(
         assert second.usage.reused_tokens == plan.reused_tokens
         rows_forwarded = smollm2.stats().forward_rows - rows
         assert rows_forwarded == plan.prefill_tokens + second.usage.output_tokens - 1
-        smollm2_gold.check(smollm2.engine, session.ids())
+        smollm2_gold.check(smollm2.engine, session.ids(), num_tokens=0)
         await session.warm()
         await store.flush()
         ids = session.ids()
@@ -115,9 +115,9 @@ async def test_c05_dropping_a_thought_costs_what_follows_it(
         session = store.create("c5", smollm2)
         session.append("user", "List /srv/app")
         for turn in range(3):
-            thought = " ".join(f"step {turn}.{n}" for n in range(12))
+            thought = " ".join(f"step {turn}.{n}" for n in range(8))
             tool_round(session, thought, LISTING)
-        answer = " ".join(f"word{n}" for n in range(600))
+        answer = " ".join(f"word{n}" for n in range(500))
         session.append("assistant", answer)
         session.append("user", "thanks")
         await session.warm()
