@@ -13,13 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from freetoken_storage.errors import StoreDamaged
+from freetoken_storage.errors import InvalidRecord, SessionConflict, StoreDamaged
 from freetoken_storage.records import (
     ROOT,
     BranchRecord,
     Changes,
     Committed,
     NewNode,
+    NodeRecord,
     SegmentRecord,
     Sessions,
 )
@@ -208,7 +209,7 @@ class Branch:
 
     def _path_at(self, head: Head | None) -> Path:
         assert head is not None, "checked by the caller"
-        records = self._sessions.path(self._session, head.node) if head.node != ROOT else []
+        records = self._nodes_to(head.node) if head.node != ROOT else []
         known = self._path.places
         self._fetch([r.segment_id for r in records if r.segment_id not in self._bodies])
         places: list[Place] = []
@@ -223,6 +224,17 @@ class Branch:
                 )
             places.append(codec.unpack_node(record.body, body, record.id))
         return Path(tuple(places), head.tail)
+
+    def _nodes_to(self, node: int) -> list[NodeRecord]:
+        try:
+            return self._sessions.path(self._session, node)
+        except InvalidRecord as error:  # this handle's log is older than a purge
+            raise SessionConflict(
+                f"branch {self.name!r} of session {self._session!r} was purged",
+                value=self._sessions.branch(self._session, self.name).version,
+                limit=f"expected version {self.version}",
+                remedy="reload() and repeat the edit",
+            ) from error
 
     def _fetch(self, ids: Sequence[str]) -> None:
         found: Mapping[str, SegmentRecord] = self._sessions.segments(self._session, ids)

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import PairingError
 from .path import New, Path, Slot
@@ -86,7 +86,8 @@ def _add_result(slots: list[Slot], result: New) -> None:
             remedy="append the call first; to change a result, replace() it",
         )
     later = (p.result for p in group if p.call > opened[-1].call and p.result is not None)
-    slots.insert(min(later, default=len(slots)), result)
+    call = slots[opened[-1].call]
+    slots.insert(min(later, default=len(slots)), replace(result, name=call.name))
 
 
 def check_gap(path: Path, position: int) -> None:

@@ -2,7 +2,7 @@
 """Rules 3 and 10: a handle is one branch with its own version and log; branches do not meet."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from freetoken_agent import (
     BranchExists,
     BranchNotFound,
+    Edit,
     GenerationConflict,
     InvalidEdit,
     NothingToRedo,
@@ -137,7 +138,13 @@ def test_rule03_batches_do_not_nest_and_refuse_what_cannot_wait(session: Session
     session.append("user", "a")
     with session.batch():
         session.append("assistant", "b")
-        for call in (session.undo, session.fork, session.reload, session.generate_sync):
+        calls: tuple[Callable[[], object], ...] = (
+            session.undo,
+            session.fork,
+            session.reload,
+            session.generate_sync,
+        )
+        for call in calls:
             with pytest.raises(InvalidEdit):
                 call()
         with pytest.raises(InvalidEdit), session.batch():
@@ -159,7 +166,7 @@ def test_rule03_dry_run_changes_nothing(session: Session, model: ScriptedModel) 
         return session.ids(), session.path(), session.version, session.branches()
 
     before = state()
-    edits = (
+    edits: tuple[Callable[[bool], Edit], ...] = (
         lambda dry: session.replace(user, "z", dry_run=dry),
         lambda dry: session.replace(call, arguments={"x": 2}, dry_run=dry),
         lambda dry: session.insert(after=user, kind="user", content="n", dry_run=dry),
@@ -259,7 +266,7 @@ def test_rule10_a_generation_keeps_its_branch_to_itself(
     model.extend("b")
     other_handle = store.open("s", model)
     draft = session.begin_generation()
-    mutators = (
+    mutators: tuple[Callable[[Session], object], ...] = (
         lambda s: s.append("user", "x"),
         lambda s: s.append_call("f", {}),
         lambda s: s.append_result(call, "r"),

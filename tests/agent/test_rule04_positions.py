@@ -63,7 +63,7 @@ def test_rule04_at_and_to_include_before_and_after_do_not(session: Session) -> N
     assert [s.text for s in session.path()] == ["y", "a", "x", "b", "c"]
     for wrong in ({}, {"turns": 1, "to": a}, {"to": a, "before": b}):
         with pytest.raises(InvalidEdit):
-            session.rewind(**wrong)  # type: ignore[arg-type]
+            session.rewind(**wrong)
     with pytest.raises(InvalidEdit):
         session.fork(at=a, before=b)
 

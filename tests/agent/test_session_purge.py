@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Purge: nothing of a purged segment is left in tree, logs, states or files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from freetoken_agent import (
+    NothingToRedo,
+    NothingToUndo,
+    SegmentInUse,
+    SegmentNotFound,
+    Session,
+    SessionConflict,
+    Store,
+)
+from freetoken_agent.testing import ScriptedModel
+
+CANARY = "the code is ZX-41-canary"
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with Store(":memory:" if request.param == "memory" else tmp_path / "store") as store:
+        yield store
+
+
+@pytest.fixture
+def model() -> ScriptedModel:
+    return ScriptedModel()
+
+
+def _talk(store: Store, model: ScriptedModel) -> Session:
+    """system, user, secret, answer, user; everything computed."""
+    session = store.create("s", model, system="sys")
+    session.append("user", "first")
+    session.append("assistant", CANARY)
+    session.append("user", "second")
+    model.extend("reply")
+    session.generate_sync()
+    return session
+
+
+def _held(folder: Path, needle: bytes) -> list[Path]:
+    return [f for f in folder.rglob("*") if f.is_file() and needle in f.read_bytes()]
+
+
+async def test_purge_leaves_no_byte_in_any_file(tmp_path: Path, model: ScriptedModel) -> None:
+    """Oracle: a search for the canary in every file of the store, before and after."""
+    folder = tmp_path / "store"
+    with Store(folder) as store:
+        session = _talk(store, model)
+        other = store.create("other", model)
+        other.append("user", "keep me")
+        secret = session.path()[2]
+        await store.flush()
+        session.rewind(before=secret)
+        assert _held(folder, CANARY.encode())
+        report = await session.purge(secret)
+        assert report.scrubbed
+        assert report.segments and report.num_nodes == 3 and report.num_states > 0
+        assert not _held(folder, CANARY.encode())
+        assert [s.text for s in session.path()] == ["sys", "first"]
+        session.append("user", "go on")
+    assert not _held(folder, CANARY.encode())
+    with Store(folder) as store:
+        assert [s.text for s in store.open("s").path()] == ["sys", "first", "go on"]
+        assert [s.text for s in store.open("other").path()] == ["keep me"]
+
+
+async def test_purge_drops_states_at_or_after_and_keeps_those_before(
+    store: Store, model: ScriptedModel
+) -> None:
+    """Oracle: a plan of the purged path reuses exactly what precedes the segment's content."""
+    session = _talk(store, model)
+    secret = session.path()[2]
+    ids = session.ids()
+    start = sum(s.num_tokens + s.frame_tokens for s in session.path()[:2]) + secret.frame_tokens
+    session.rewind(before=secret)
+    await session.purge(secret)
+    assert model.plan(ids).reused_tokens == start
+
+
+async def test_purge_refuses_what_a_path_holds(store: Store, model: ScriptedModel) -> None:
+    """Oracle: the branches that hold it; nothing is changed."""
+    session = _talk(store, model)
+    secret = session.path()[2]
+    fork = session.fork(name="side")
+    session.rewind(before=secret)
+    with pytest.raises(SegmentInUse) as error:
+        await session.purge(secret)
+    assert error.value.branches == ("side",)
+    assert error.value.code == "segment_in_use"
+    assert fork.path()[2].text == CANARY
+    session.undo()
+    with pytest.raises(SegmentInUse) as error:
+        await session.purge(secret)
+    assert error.value.branches == ("main", "side")
+
+
+async def test_purge_removes_the_undo_steps_that_mention_it(
+    store: Store, model: ScriptedModel
+) -> None:
+    """Oracle: undo works down to the purged step and not past it."""
+    session = store.create("s", model)
+    session.append("user", "a")
+    secret = session.append("assistant", CANARY)
+    session.replace(secret, "clean")
+    session.append("user", "b")
+    report = await session.purge(secret)
+    assert report.num_log_entries == 1
+    session.undo()
+    assert [s.text for s in session.path()] == ["a", "clean"]
+    for _ in range(2):
+        with pytest.raises(NothingToUndo):
+            session.undo()
+    session.redo()
+    session.append("assistant", "c")
+    session.undo(2)
+    with pytest.raises(NothingToUndo):
+        session.undo()
+
+
+async def test_purge_removes_a_redo_that_leads_to_it(store: Store, model: ScriptedModel) -> None:
+    """Oracle: NothingToRedo, also in a handle opened later."""
+    session = store.create("s", model)
+    session.append("user", "a")
+    secret = session.append("assistant", CANARY)
+    session.undo()
+    await session.purge(secret)
+    for handle in (session, store.open("s", model)):
+        with pytest.raises(NothingToRedo):
+            handle.redo()
+        handle.undo(dry_run=True)
+    session.append("assistant", "b")
+    assert [s.text for s in session.path()] == ["a", "b"]
+
+
+async def test_purge_makes_stale_handles_conflict(store: Store, model: ScriptedModel) -> None:
+    """Oracle: a handle whose log mentions purged steps must reload first."""
+    session = store.create("s", model)
+    session.append("user", "a")
+    secret = session.append("assistant", CANARY)
+    session.rewind(before=secret)
+    stale = store.open("s", model)
+    await session.purge(secret)
+    with pytest.raises(SessionConflict):
+        stale.undo()
+    stale.reload()
+    with pytest.raises(NothingToUndo):
+        stale.undo()
+
+
+async def test_purge_names_what_still_holds_the_text(store: Store, model: ScriptedModel) -> None:
+    """Oracle: copies made by hand, in this session and in another."""
+    session = store.create("s", model)
+    session.append("user", "a")
+    secret = session.append("assistant", CANARY)
+    quoting = session.append("user", f"you said: {CANARY}!")
+    call = session.append_call("say", {"text": CANARY})
+    session.append_result(call, "ok")
+    other = store.create("other", model)
+    other.append("user", CANARY)
+    store.create("clean", model).append("user", "x")
+    session.delete(secret)
+    report = await session.purge(secret)
+    assert set(report.other_segments) == {quoting.id, call.id}
+    assert report.other_sessions == ("other",)
+
+
+async def test_purge_takes_every_place_of_the_segment_and_all_below(
+    store: Store, model: ScriptedModel
+) -> None:
+    """Oracle: the tree; segments used elsewhere stay, those only used below go."""
+    session = store.create("s", model)
+    first = session.append("user", "a")
+    secret = session.append("assistant", CANARY)
+    below = session.append("user", "only below")
+    session.replace(first, "A")  # the secret now stands at two places
+    session.rewind(before=secret)
+    report = await session.purge(secret.id)
+    assert set(report.segments) == {secret.id, below.id}
+    assert report.num_nodes == 4
+    assert [n.segment.text for n in session.tree().nodes] == ["a", "A"]
+    for gone in (secret, below):
+        with pytest.raises(SegmentNotFound) as error:
+            session.versions(gone)
+        assert error.value.reason == "purged"
+
+
+async def test_purge_of_an_unknown_segment(store: Store, model: ScriptedModel) -> None:
+    """Oracle: the error."""
+    session = store.create("s", model)
+    with pytest.raises(SegmentNotFound):
+        await session.purge("nothing")
