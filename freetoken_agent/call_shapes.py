@@ -62,6 +62,7 @@ def _sights(grammar: Grammar, items: Sequence[Item]) -> list[_Sight]:
         if item.kind != "tool_call" or not own:
             continue
         start, end = own[0].start, own[-1].end
+        slots = {mark.slot for mark in own}
         left = max((m.end for m in marks if m.end <= start and m.number != index), default=0)
         right = min((m.start for m in marks if m.start >= end and m.number != index), default=None)
         sights.append(
@@ -69,7 +70,7 @@ def _sights(grammar: Grammar, items: Sequence[Item]) -> list[_Sight]:
                 tuple(mark.slot for mark in own),
                 text[left:start],
                 text[end:right],
-                index + 1 < len(items) and items[index + 1].kind == "tool_call",
+                any(m.start == right and m.number == index + 1 and m.slot in slots for m in marks),
             )
         )
     return sights

@@ -122,10 +122,19 @@ def _transform(grammar: Grammar, place: Sequence[Item], index: int) -> str | Non
 
 
 class ContentSource:
-    """The text of each content as (text, is_content) parts. Immutable."""
+    """The text of each content as (text, is_content) parts. Immutable.
 
-    def __init__(self, grammar: Grammar, transforms: Mapping[Kind, str]) -> None:
+    `has_controls`: whether a template literal holds control tokens.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        transforms: Mapping[Kind, str],
+        has_controls: Callable[[str], bool],
+    ) -> None:
         self._grammar = grammar
+        self._has_controls = has_controls
         self._transforms = {kind: TRANSFORMS[name] for kind, name in transforms.items()}
 
     def parts(self, items: Sequence[Item], index: int, options: Options) -> list[Part]:
@@ -165,7 +174,7 @@ class ContentSource:
 
     def _unit(self, place: list[Item], at: int, options: Options) -> list[Part]:
         call = place[at]
-        masker = Masker()
+        masker = Masker([call.name or "", call.arguments or {}])
         masked = list(place)
         masked[at] = replace(
             call, name=masker.mask(call.name or ""), arguments=masker.mask(call.arguments or {})
@@ -178,13 +187,25 @@ class ContentSource:
                 remedy="rename the tool",
             )
         skeleton = real_text(self._grammar, masked, at, options)
-        parts = None if skeleton is None else align(skeleton, real, masker.strings)
+        parts = self._split(skeleton, real, masker.strings)
         if parts is None:
             raise TemplateUnsupported(
                 "the chat template rewrites the arguments of this call",
                 value=call.name,
                 remedy="rename the tool or its parameters",
             )
+        return parts
+
+    def _split(
+        self, masked: str | None, real: str | None, strings: Sequence[str]
+    ) -> list[Part] | None:
+        """Literals and contents of a rendering; all content where they cannot be told apart and
+        the literals hold no control tokens."""
+        if masked is None or real is None:
+            return None
+        parts = align(masked, real, strings)
+        if parts is None and not self._has_controls(masked):
+            return [(real, True)]
         return parts
 
     def _tools(self, items: Sequence[Item], index: int, options: Options) -> list[Part]:
@@ -199,7 +220,7 @@ class ContentSource:
         skeleton = self._grammar.skeleton(place, options)
         real = real_text(self._grammar, place, index, options)
         start, end = skeleton.extent(place, index)
-        parts = None if real is None else align(skeleton.text[start:end], real, skeleton.strings)
+        parts = self._split(skeleton.text[start:end], real, skeleton.strings)
         if parts is None:
             raise TemplateUnsupported(
                 "the chat template reads meaning into these tools",

@@ -15,11 +15,19 @@ from typing import Any, Literal, Protocol
 
 from .errors import TemplateUnsupported
 from .items import ASSISTANT_KINDS, Item
-from .sentinels import Masker, sentinel
+from .sentinels import mask_tools, sentinel
 
-THINK_OPEN, THINK_CLOSE = "<think>\n", "\n</think>\n\n"
-CALL_OPEN, CALL_CLOSE = "<tool_call>\n", "\n</tool_call>"
-RESULT_OPEN, RESULT_CLOSE = "<tool_response>\n", "\n</tool_response>"
+# Inlined tags are sentinels while a template sees them: some templates look for `</think>` in a
+# message and cut it there. `write_tags` puts the literals back.
+TAGS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+)  # fmt: skip
+_THINK, _THINK_END, _CALL, _CALL_END, _RESULT, _RESULT_END = (
+    sentinel("tag", number) for number in range(len(TAGS))
+)
+THINK_OPEN, THINK_CLOSE = f"{_THINK}\n", f"\n{_THINK_END}\n\n"
+CALL_OPEN, CALL_CLOSE = f"{_CALL}\n", f"\n{_CALL_END}"
+RESULT_OPEN, RESULT_CLOSE = f"{_RESULT}\n", f"\n{_RESULT_END}"
 TOOLS_OPEN = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
@@ -29,6 +37,13 @@ TOOLS_CLOSE = (
     "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
+
+
+def write_tags(text: str) -> str:
+    """A rendering, or a constant of this module, with its inlined tags as literals."""
+    for number, literal in enumerate(TAGS):
+        text = text.replace(sentinel("tag", number), literal)
+    return text
 
 
 @dataclass(frozen=True)
@@ -80,9 +95,7 @@ class SentinelFill:
         return {sentinel("key", index): sentinel("value", index)}
 
     def tools(self, index: int) -> list[dict[str, Any]]:
-        masker = Masker()
-        masked = masker.mask_tools(parse_tools(self._items[index].text))
-        self.strings = masker.strings
+        masked, self.strings = mask_tools(parse_tools(self._items[index].text))
         return masked
 
 

@@ -11,7 +11,7 @@ A skeleton is a rendering with sentinels for contents. A call is a unit: its ext
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .dialect import Dialect, Fill, SentinelFill, build_messages
+from .dialect import Dialect, Fill, SentinelFill, build_messages, write_tags
 from .errors import TemplateUnsupported
 from .items import Item, Options
 from .jinja import JinjaTemplate
@@ -63,13 +63,14 @@ class Grammar:
     ) -> str:
         """A rendering with `fill` in the place of contents. TemplateUnsupported."""
         request = build_messages(self.dialect, items, fill)
-        return self.template.render(
+        text = self.template.render(
             request.messages,
             tools=request.tools,
             add_generation_prompt=generation,
             variables={**self.dialect.variables, **options.variables},
             now_s=options.now_s,
         )
+        return write_tags(text)
 
     def skeleton(
         self, items: Sequence[Item], options: Options, *, generation: bool = False

@@ -158,15 +158,18 @@ class GapSource:
     def _whole(
         self, items: Sequence[Item], options: Options, *, generation: bool = False
     ) -> Rendering:
-        try:
+        if generation or any(item.kind == "user" for item in items):
             return self._grammar.skeleton(items, options, generation=generation)
+        try:
+            rendering = self._grammar.skeleton(items, options)
+            if all(rendering.extents):
+                return rendering
         except TemplateUnsupported:
-            if generation or any(item.kind == "user" for item in items):
-                raise
-            # Some templates refuse a path that has no question yet. What follows a gap does not
-            # change it, so one is lent.
-            rendering = self._grammar.skeleton([*items, Item("user")], options)
-            return replace(rendering, extents=rendering.extents[:-1])
+            pass
+        # Some templates show or accept nothing before the first question. What follows a gap does
+        # not change it, so one is lent.
+        rendering = self._grammar.skeleton([*items, Item("user")], options)
+        return replace(rendering, extents=rendering.extents[:-1])
 
 
 def _anonymous(items: Sequence[Item]) -> list[Item]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .contents import ContentSource, find_transforms
-from .dialect import THINK_OPEN
+from .dialect import THINK_OPEN, write_tags
 from .errors import TemplateUnsupported
 from .frames import Part
 from .gaps import GapSource, windows_hold
@@ -65,10 +65,14 @@ class ChatFormat:
         grammar = find_dialect(template, stops)
         windows = windows_hold(grammar, PATHS)
         transforms = find_transforms(grammar)
+
+        def has_controls(text: str) -> bool:
+            return any(isinstance(part, int) for part in tokenizer.split_frame(text))
+
         return cls(
             tokenizer,
             GapSource(grammar, windows=windows),
-            ContentSource(grammar, transforms),
+            ContentSource(grammar, transforms, has_controls),
             find_markup(grammar),
             examine(grammar, template_source, transforms, windows=windows),
             closers(grammar, tokenizer),
@@ -142,13 +146,11 @@ class ChatFormat:
         gap = self._gaps.opener(items, options)
         begins = self._begins_thought(items, _text(gap), options)
         if thinking and not begins and self._report.fallback_thinking:
-            gap, begins = [*gap, (THINK_OPEN, False)], True
+            gap, begins = [*gap, (write_tags(THINK_OPEN), False)], True
         return Opener(_text(gap), self._encode(gap), "thinking" if begins else "text")
 
     def _begins_thought(self, items: Sequence[Item], opener: str, options: Options) -> bool:
         """Whether the opener goes as far as a thought: it is the gap before one."""
-        if self._report.fallback_thinking:
-            return False
         try:
             gaps = [
                 _text(self._gaps.single([*items, Item(kind, open=True)], len(items), options))

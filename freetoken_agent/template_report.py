@@ -130,6 +130,8 @@ def _role_notes(grammar: Grammar, report: TemplateReport) -> list[str]:
         notes.append("it puts tools before the system text")
     if not report.parallel_calls:
         notes.append("it has no parallel calls")
+    if renders(grammar, [USER, CALL]) and not renders(grammar, [USER, TEXT, CALL]):
+        notes.append("it drops or moves a text before a call")
     if report.moves_system and report.system_supported:
         notes.append(_later_system(grammar))
     return notes
