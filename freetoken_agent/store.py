@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import anyio.to_thread
 
 from freetoken_storage import Database, MemoryDatabase
-from freetoken_storage.errors import SessionExists, StoreMismatch
+from freetoken_storage.errors import SessionConflict, SessionExists, StoreMismatch
 
 from . import codec, edits, freeing
 from .binding import bind, layout_of, new_session
@@ -233,6 +233,14 @@ def _preamble(layout: Layout, initial: Initial) -> Path:
 
 
 def _settle(branch: Branch, body: SessionBody, path: Path) -> None:
-    """Commit what a session starts with; it is no longer waiting for its preamble."""
-    settled = codec.started(body)
-    branch.commit(path, "create", logged=False, session_body=codec.pack_session(settled))
+    """Commit what a session starts with; it is no longer waiting for its preamble. Whoever opens
+    it meanwhile does the same, so losing that race is fine."""
+    record = codec.pack_session(codec.started(body))
+    try:
+        if branch.version:
+            raise SessionConflict("the session has begun already", value=branch.version)
+        branch.commit(path, "create", logged=False, session_body=record)
+    except SessionConflict:
+        if body.initial is None:  # a copy: nobody else could have written its contents
+            raise
+        branch.reload()
