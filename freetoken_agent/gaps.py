@@ -17,10 +17,12 @@ from .sentinels import find_marks, sentinel
 
 PREAMBLE_KINDS = frozenset(("system", "tools"))
 _MAX_CACHED = 4096
-_SAMPLE_TOOLS = (
-    '[{"type": "function", "function": {"name": "f", "description": "d", '
-    '"parameters": {"type": "object", "properties": {"p": {"type": "string"}}}}}]'
+SAMPLE_TOOLS = (
+    '[{"type": "function", "function": {"name": "lookup", "description": "Look up.", '
+    '"parameters": {"type": "object", "properties": {"word": {"type": "string", '
+    '"description": "What."}}, "required": ["word"]}}}]'
 )
+_ANY_CALL = Item("tool_call", name="f", arguments={}, call_id="lent")
 
 
 def preamble_length(items: Sequence[Item]) -> int:
@@ -118,7 +120,7 @@ class GapSource:
         text = self._cache.get(key)
         if text is None:
             samples = [
-                replace(item, text=_SAMPLE_TOOLS)
+                replace(item, text=SAMPLE_TOOLS)
                 if item.kind == "tools" and item.text not in ("", "[]")
                 else item
                 for item in items
@@ -158,18 +160,34 @@ class GapSource:
     def _whole(
         self, items: Sequence[Item], options: Options, *, generation: bool = False
     ) -> Rendering:
-        if generation or any(item.kind == "user" for item in items):
-            return self._grammar.skeleton(items, options, generation=generation)
-        try:
-            rendering = self._grammar.skeleton(items, options)
-            if all(rendering.extents):
+        if generation:
+            return self._grammar.skeleton(items, options, generation=True)
+        refusal: TemplateUnsupported | None = None
+        rendering = None
+        for lent in _lent(items):
+            try:
+                rendering = self._grammar.skeleton([*items, *lent], options)
+            except TemplateUnsupported as error:
+                refusal = refusal or error
+                continue
+            rendering = replace(rendering, extents=rendering.extents[: len(items)])
+            if rendering.extents[-1] is not None:
                 return rendering
-        except TemplateUnsupported:
-            pass
-        # Some templates show or accept nothing before the first question. What follows a gap does
-        # not change it, so one is lent.
-        rendering = self._grammar.skeleton([*items, Item("user")], options)
-        return replace(rendering, extents=rendering.extents[:-1])
+        if rendering is None:
+            assert refusal is not None, "without a rendering there was a refusal"
+            raise refusal
+        return rendering
+
+
+def _lent(items: Sequence[Item]) -> list[list[Item]]:
+    """What may stand behind a path so that the template shows its last item: some show or accept
+    nothing before the first question, or show a thought only beside a text or a call. What follows
+    a gap does not change it."""
+    if items[-1].kind == "thinking":
+        return [[], [Item("text")], [_ANY_CALL]]
+    if any(item.kind == "user" for item in items):
+        return [[]]
+    return [[], [Item("user")]]
 
 
 def _anonymous(items: Sequence[Item]) -> list[Item]:
@@ -200,11 +218,13 @@ def _moved(item: Item) -> TemplateUnsupported:
 
 
 def windows_hold(grammar: Grammar, paths: Sequence[Sequence[Item]]) -> bool:
-    """Whether windows give the gaps that whole renderings give, on these paths."""
+    """Whether windows give the gaps that whole renderings give, on these paths. Where the template
+    refuses the whole path there is nothing to compare."""
     windowed, whole = GapSource(grammar, windows=True), GapSource(grammar, windows=False)
     for items in paths:
         for index in range(1, len(items) + 1):
-            if _try(windowed, items[: index + 1], index) != _try(whole, items[: index + 1], index):
+            wanted = _try(whole, items[: index + 1], index)
+            if wanted is not None and wanted != _try(windowed, items[: index + 1], index):
                 return False
     return True
 

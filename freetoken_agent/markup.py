@@ -107,8 +107,9 @@ def learn_markup(gaps: Gaps, calls: CallFormat | None) -> Markup:
     text: list[Marker | None] = []
     thinking: list[Marker | None] = []
     after_call: list[Marker | None] = []
-    if gaps.thinking_to_text is not None:
-        thinking.append(Marker.of(gaps.thinking_to_text, "text"))
+    closer = gaps.thinking_to_text or gaps.thinking_to_call
+    if closer is not None:
+        thinking.append(Marker.of(closer, "text"))
     if calls is not None:
         if gaps.to_call is not None:
             start.append(Marker.of_call(_written(gaps.opener, gaps.to_call), gaps.head))
@@ -145,8 +146,8 @@ def _written(opener: str, gap: str | None) -> str:
 def _call_after_thought(gaps: Gaps) -> Marker | None:
     """A call directly after a thought, where the closer differs from the one before an answer."""
     assert gaps.thinking_to_call is not None
-    closer = (gaps.thinking_to_text or "").strip()
-    if closer and gaps.thinking_to_call.strip().startswith(closer):
+    closer = (gaps.thinking_to_text or gaps.thinking_to_call).strip()
+    if gaps.thinking_to_call.strip().startswith(closer):
         return None  # the thought closes in the same way; the call follows as after a text
     marker = Marker.of(gaps.thinking_to_call + gaps.head, "call")
     return marker and replace(marker, trail="", unit=_first_tag(gaps.head))

@@ -21,7 +21,8 @@ def find_markup(grammar: Grammar) -> Markup:
         Gaps(
             opener=opener,
             to_text=_gap(grammar, [USER, TEXT]),
-            to_thinking=_gap(grammar, [USER, THOUGHT]),
+            to_thinking=_gap(grammar, [USER, THOUGHT, TEXT], 1)
+            or _gap(grammar, [USER, THOUGHT, CALL], 1),
             to_call=_gap(grammar, [USER, CALL]),
             thinking_to_text=_gap(grammar, [USER, THOUGHT, TEXT]),
             thinking_to_call=_gap(grammar, [USER, THOUGHT, CALL]),
@@ -42,13 +43,13 @@ def _opener(grammar: Grammar) -> str:
     return rendering.text[extent[1] :]
 
 
-def _gap(grammar: Grammar, items: Sequence[Item]) -> str | None:
-    """The text before the last item; None if the template refuses or drops a neighbour."""
+def _gap(grammar: Grammar, items: Sequence[Item], index: int = -1) -> str | None:
+    """The text before an item; None if the template refuses the path or drops a neighbour."""
     try:
         rendering = grammar.skeleton(items, DEFAULT_OPTIONS)
     except TemplateUnsupported:
         return None
-    left, right = rendering.extents[-2:]
+    left, right = rendering.extents[index - 1], rendering.extents[index]
     return None if left is None or right is None else rendering.text[left[1] : right[0]]
 
 

@@ -9,6 +9,7 @@ from .call_shapes import learn_call_shapes
 from .dialect import Dialect
 from .errors import TemplateUnsupported
 from .frames import Grammar
+from .gaps import SAMPLE_TOOLS
 from .items import DEFAULT_OPTIONS, Item, Options
 from .jinja import JinjaTemplate
 
@@ -17,13 +18,8 @@ THOUGHT, TEXT, ANSWER = Item("thinking", open=True), Item("text", open=True), It
 CALL = Item("tool_call", name="f", arguments={}, call_id="x")
 RESULT = Item("tool_result", name="f", call_id="x")
 OTHER_CALL, OTHER_RESULT = replace(CALL, call_id="y"), replace(RESULT, call_id="y")
-TOOLS = Item(
-    "tools",
-    '[{"type": "function", "function": {"name": "lookup", "description": "Look up.", '
-    '"parameters": {"type": "object", "properties": {"word": {"type": "string", '
-    '"description": "What."}}, "required": ["word"]}}}]',
-)
-_THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+TOOLS = Item("tools", SAMPLE_TOOLS)
+_THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning", "thought")
 _VARIABLES: tuple[dict[str, object], ...] = ({}, {"thinking": True}, {"enable_thinking": True})
 
 
@@ -58,8 +54,8 @@ def find_dialect(template: JinjaTemplate, stops: Sequence[str]) -> Grammar:
     grammar = bare
     if not renders(grammar, [SYSTEM, USER]):
         grammar = _with(grammar, system=False)
-    grammar = _thinking(grammar)
     grammar = _calls(grammar, stops)
+    grammar = _thinking(grammar)
     candidates = _variants(_with(grammar, tools=True), no_tools=(grammar.dialect.no_tools,))
     preambles = [[TOOLS, USER], [SYSTEM, TOOLS, USER], [TOOLS, SYSTEM, USER]]
     return _first(candidates, preambles) or grammar
@@ -76,16 +72,18 @@ def _variants(grammar: Grammar, **values: Sequence[object]) -> Iterator[Grammar]
 
 
 def _first(candidates: Iterator[Grammar], paths: Sequence[Sequence[Item]]) -> Grammar | None:
-    """The first grammar that shows one of the paths whole."""
-    for candidate in candidates:
-        if any(renders(candidate, items) for items in paths):
-            return candidate
+    """The first grammar that shows the first path whole; if none does, the next path; and so on."""
+    tried = list(candidates)
+    for items in paths:
+        for candidate in tried:
+            if renders(candidate, items):
+                return candidate
     return None
 
 
 def _thinking(grammar: Grammar) -> Grammar:
     candidates = _variants(grammar, variables=_VARIABLES, thinking=_THINKING_FIELDS)
-    return _first(candidates, [[USER, THOUGHT, TEXT]]) or grammar
+    return _first(candidates, [[USER, THOUGHT, TEXT], [USER, THOUGHT, CALL]]) or grammar
 
 
 def _calls(grammar: Grammar, stops: Sequence[str]) -> Grammar:

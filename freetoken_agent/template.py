@@ -138,7 +138,7 @@ class ChatFormat:
         if last is not None and (last.partial or (last.kind == "text" and last.open)):
             return Opener("", (), "thinking" if last.kind == "thinking" else "text")
         if last is not None and last.kind == "thinking":
-            gap = self._gaps.single([*items, Item("text")], len(items), options)
+            gap = self._after_thought(items, options)
             return Opener(_text(gap), self._encode(gap), "text")
         if thinking is not None:
             switch = {"enable_thinking": thinking, "thinking": thinking}
@@ -148,6 +148,14 @@ class ChatFormat:
         if thinking and not begins and self._report.fallback_thinking:
             gap, begins = [*gap, (write_tags(THINK_OPEN), False)], True
         return Opener(_text(gap), self._encode(gap), "thinking" if begins else "text")
+
+    def _after_thought(self, items: Sequence[Item], options: Options) -> list[Part]:
+        """The closer of a thought. Some templates show thoughts before calls only."""
+        call = Item("tool_call", name="f", arguments={}, call_id="next")
+        try:
+            return self._gaps.single([*items, Item("text")], len(items), options)
+        except TemplateUnsupported:
+            return self._gaps.single([*items, call], len(items), options)
 
     def _begins_thought(self, items: Sequence[Item], opener: str, options: Options) -> bool:
         """Whether the opener goes as far as a thought: it is the gap before one."""

@@ -74,9 +74,10 @@ def examine(
 
 
 def _drops_thinking(grammar: Grammar) -> bool:
-    return renders(grammar, [USER, THOUGHT, ANSWER]) and not renders(
-        grammar, [USER, THOUGHT, ANSWER, USER]
-    )
+    for shown in ([USER, THOUGHT, ANSWER], [USER, THOUGHT, CALL, RESULT, ANSWER]):
+        if renders(grammar, shown):
+            return not renders(grammar, [*shown, USER])
+    return False
 
 
 def _tools_come_first(grammar: Grammar) -> bool:
@@ -124,6 +125,8 @@ def _role_notes(grammar: Grammar, report: TemplateReport) -> list[str]:
         notes.append("it shows no tools: they are a block in the system text")
     if not report.system_supported:
         notes.append("it has no system role: the text leads the first user turn")
+    elif not renders(grammar, [USER, THOUGHT, ANSWER]):
+        notes.append("it shows thoughts before calls only")
     if report.drops_thinking:
         notes.append("it drops earlier thinking once another user message follows")
     if report.tools_before_system:
