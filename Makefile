@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 
 .PHONY: demo test prove check bench clean
 
-# torch first and pinned: an open range selects a CUDA build of several gigabytes.
+# torch first, by itself and pinned, so that a CPU build at hand is taken before anything asks for more.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv $(VENV)
 	$(PIP) torch

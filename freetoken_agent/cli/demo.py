@@ -29,52 +29,79 @@ _DELTAS_BEFORE_THE_KILL = 5
 
 def demo_command(model: ModelName = "smollm2", json: Json = False) -> None:
     """A conversation, an edit, a kill and a new process: with prices and times."""
+    story = Story(model)
     with tempfile.TemporaryDirectory(prefix="freetoken-demo-") as folder:
         store, cold_store = Path(folder) / "store", Path(folder) / "cold"
-        told = _play_until_killed(store, model)
+        story.play("edit", store, kill=True)
         shutil.copytree(store, cold_store, ignore=shutil.ignore_patterns("states"))
-        told |= _play("continue", store, model)
-        _check_nothing_lost(told["acknowledged"], told["reopened"])
-        told |= _play("cold", cold_store, model)
-    warm, cold = told["continued"], told["cold"]
+        story.play("continue", store)
+        story.play("cold", cold_store)
+    told = story.told
     claim(
-        warm["text"] == cold["text"],
+        told["continued"]["text"] == told["cold"]["text"],
         "the answer equals that of a cold prefill of the same tokens",
-        continued=warm["text"],
-        cold=cold["text"],
+        continued=told["continued"]["text"],
+        cold=told["cold"]["text"],
     )
-    _say("\n[bold]The same tokens without any stored state[/]")
-    _say(f"  cold prefill of {cold['prefilled']} tokens: first token after {cold['ttft_s']:.2f} s")
     _say("  its answer is the same, token for token\n")
     emit(told, _summary(told))
 
 
-def _play_until_killed(store: Path, model: str) -> dict[str, Facts]:
-    """The first process, killed with SIGKILL while it writes its third answer."""
-    told: dict[str, Facts] = {}
-    deltas = 0
-    with _process("edit", store, model) as child:
-        for facts in _lines(child):
-            told[facts["act"]] = facts
-            _narrate(facts)
-            deltas += facts["act"] == "writing"
-            if deltas == _DELTAS_BEFORE_THE_KILL:
-                child.send_signal(signal.SIGKILL)
-        status = child.wait()
-    claim(status == -signal.SIGKILL, "the process was killed", status=status)
-    _say("\n\n[bold red]SIGKILL[/] while it was writing")
-    return told
+class Story:
+    """Plays acts and tells them as they happen. `told`: the last facts of each kind."""
 
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.told: dict[str, Facts] = {}
 
-def _play(act: str, store: Path, model: str) -> dict[str, Facts]:
-    told: dict[str, Facts] = {}
-    with _process(act, store, model) as child:
-        for facts in _lines(child):
-            told[facts["act"]] = facts
-            _narrate(facts)
-        status = child.wait()
-    claim(status == 0, f"the process of act {act!r} ended well", status=status)
-    return told
+    def play(self, act: str, store: Path, *, kill: bool = False) -> None:
+        """One act in a process of its own; with `kill`, SIGKILL ends it while it writes."""
+        deltas = 0
+        with _process(act, store, self._model) as child:
+            for facts in _lines(child):
+                self._tell(facts)
+                deltas += facts["act"] == "writing"
+                if kill and deltas == _DELTAS_BEFORE_THE_KILL:
+                    child.send_signal(signal.SIGKILL)
+            status = child.wait()
+        expected = -signal.SIGKILL if kill else 0
+        claim(status == expected, f"the process of {act!r} ended so", status=status)
+        if kill:
+            _say("\n\n[bold red]SIGKILL[/] while it was writing")
+
+    def _tell(self, facts: Facts) -> None:
+        self.told[facts["act"]] = facts
+        match facts["act"]:
+            case "loaded":
+                _say(f"\n[bold]A process loads the model[/] ({facts['load_s']:.1f} s)")
+            case "first":
+                _say(f"\n[cyan]user[/]    {facts['question']}")
+                _say("[yellow]tool[/]    read_notes(trip='Oslo') → 28 lines")
+                _say(f"[yellow]tool[/]    get_weather(city='Oslo') → {facts['result']}")
+                _answer(facts)
+            case "edited":
+                _say("\n[bold]The tool was wrong. Drop the answer, correct the result:[/]")
+                _say(f"[yellow]tool[/]    get_weather(city='Oslo') → {facts['result']}")
+                _say(
+                    f"  [dim]the plan: {facts['input']} tokens, reuse {facts['reused']}, "
+                    f"forward {facts['prefilled']}; "
+                    f"the edit took {facts['edit_s'] * 1e3:.1f} ms[/]"
+                )
+            case "second":
+                _answer(facts)
+                _say("  [dim]as planned[/]")
+            case "acknowledged":
+                _say(f"\n[cyan]user[/]    {facts['question']}\n[green]model[/]   ", end="")
+            case "writing":
+                _say(facts["text"], end="", markup=False)
+            case "reopened":
+                _say(f"[bold]and reopens the session[/] ({facts['open_s'] * 1e3:.0f} ms)")
+                _check_nothing_lost(self.told["acknowledged"], facts)
+            case "continued":
+                _answer(facts)
+            case "cold":
+                _say("[bold]and has the same tokens without any stored state[/]")
+                _answer(facts)
 
 
 @contextmanager
@@ -104,37 +131,6 @@ def _check_nothing_lost(before: Facts, after: Facts) -> None:
         after=len(after["segments"]),
     )
     _say(f"  all {len(after['segments'])} acknowledged segments are there, token for token")
-
-
-def _narrate(facts: Facts) -> None:
-    """The story, as it happens."""
-    match facts["act"]:
-        case "loaded":
-            _say(f"\n[bold]A process loads the model[/] ({facts['load_s']:.1f} s)")
-        case "first":
-            _say(f"\n[cyan]user[/]    {facts['question']}")
-            _say("[yellow]tool[/]    read_notes(trip='Oslo') → 28 lines")
-            _say(f"[yellow]tool[/]    get_weather(city='Oslo') → {facts['result']}")
-            _answer(facts)
-        case "edited":
-            _say("\n[bold]The tool was wrong. Correct its result, drop the answer:[/]")
-            _say(f"[yellow]tool[/]    get_weather(city='Oslo') → {facts['result']}")
-            _say(
-                f"  [dim]the plan: {facts['input_tokens']} tokens, reuse {facts['reused_tokens']}, "
-                f"forward {facts['prefill_tokens']}; "
-                f"the edit took {facts['edit_s'] * 1e3:.1f} ms[/]"
-            )
-        case "second":
-            _answer(facts)
-            _say("  [dim]as planned[/]")
-        case "acknowledged":
-            _say(f"\n[cyan]user[/]    {facts['question']}\n[green]model[/]   ", end="")
-        case "writing":
-            _say(facts["text"], end="", markup=False)
-        case "reopened":
-            _say(f"[bold]reopens the session[/] ({facts['open_s'] * 1e3:.0f} ms)")
-        case "continued":
-            _answer(facts)
 
 
 def _answer(facts: Facts) -> None:

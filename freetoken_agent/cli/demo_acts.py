@@ -15,31 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from freetoken_agent.generate_options import GenerateKwargs
 from freetoken_storage.errors import FreetokenError
 
 if TYPE_CHECKING:
     from freetoken_agent import LocalModel, Reply, ReusePlan, Session, Store
 
 SESSION = "trip"
-SYSTEM = "You are a careful travel assistant. Answer in one or two sentences."
-QUESTION = "I fly to Oslo tomorrow. Look at my notes and at the weather: what should I pack?"
-WRONG = "Oslo tomorrow: sunny, 24 degrees, no wind."
-RIGHT = "Oslo tomorrow: heavy snow, -8 degrees, strong wind."
+SYSTEM = "You are a helpful travel assistant."
+QUESTION = "I fly to Oslo tomorrow. What should I pack?"
+WRONG = '{"forecast": "sunny, 24 degrees"}'
+RIGHT = '{"forecast": "heavy snow, -8 degrees"}'
 FOLLOW_UP = "And what do I need for the evening?"
-ANSWER_TOKENS = 40
-
-TOOLS = [
-    {
-        "name": "read_notes",
-        "description": "The traveller's notes.",
-        "parameters": {"type": "object", "properties": {"trip": {"type": "string"}}},
-    },
-    {
-        "name": "get_weather",
-        "description": "Tomorrow's weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-]
+# greedy; a small model would otherwise repeat the tool's own words
+ASK: GenerateKwargs = {"max_tokens": 40, "repetition_penalty": 1.1}
 
 
 class DemoFailed(FreetokenError):
@@ -98,12 +87,12 @@ def answered(reply: "Reply") -> dict[str, Any]:
 def act_edit(store: "Store", model: "LocalModel") -> None:
     """A conversation with tools, the price of an edit, the edit, the second answer; then a third
     answer that never ends."""
-    s = store.create(SESSION, model, system=SYSTEM, tools=TOOLS)
+    s = store.create(SESSION, model, system=SYSTEM)
     s.append("user", QUESTION)
     s.append_result(s.append_call("read_notes", {"trip": "Oslo"}), notes())
     result = s.append_result(s.append_call("get_weather", {"city": "Oslo"}), WRONG)
     plan = s.plan()
-    first = s.generate_sync(max_tokens=ANSWER_TOKENS)
+    first = s.generate_sync(**ASK)
     check_price(plan, first, "the first answer")
     tell("first", question=QUESTION, result=WRONG, segments=len(s.path()), **answered(first))
 
@@ -113,12 +102,16 @@ def act_edit(store: "Store", model: "LocalModel") -> None:
         started = time.perf_counter()
         s.replace(result, RIGHT)
     edit_s = time.perf_counter() - started
-    plan = s.plan()
-    claim(price == plan, "the dry run's price is the price after the edit", dry=price, real=plan)
-    tell("edited", result=RIGHT, edit_s=edit_s, **plan.model_dump(mode="json"))
-
-    second = s.generate_sync(max_tokens=ANSWER_TOKENS)
-    check_price(plan, second, "the answer after the edit")
+    tell(
+        "edited",
+        result=RIGHT,
+        edit_s=edit_s,
+        input=price.input_tokens,
+        reused=price.reused_tokens,
+        prefilled=price.prefill_tokens,
+    )
+    second = s.generate_sync(**ASK)
+    check_price(price, second, "the answer after the edit")
     claim(second.usage.reused_tokens > second.usage.prefill_tokens, "most tokens were reused")
     tell("second", **answered(second))
 
@@ -145,7 +138,7 @@ def act_continue(store: "Store", model: "LocalModel") -> None:
     open_s = time.perf_counter() - started
     tell("reopened", segments=[x.id for x in s.path()], ids=s.ids(), open_s=open_s)
     plan = s.plan()
-    reply = s.generate_sync(max_tokens=ANSWER_TOKENS)
+    reply = s.generate_sync(**ASK)
     check_price(plan, reply, "the answer after the kill")
     claim(plan.source == "disk", "the state came from disk", source=plan.source)
     tell("continued", source=plan.source, **answered(reply))
@@ -154,7 +147,7 @@ def act_continue(store: "Store", model: "LocalModel") -> None:
 def act_cold(store: "Store", model: "LocalModel") -> None:
     """The same ids without any stored state."""
     s = store.open(SESSION, model)
-    reply = s.generate_sync(max_tokens=ANSWER_TOKENS)
+    reply = s.generate_sync(**ASK)
     claim(reply.usage.reused_tokens == 0, "a cold prefill reuses nothing")
     tell("cold", **answered(reply))
 

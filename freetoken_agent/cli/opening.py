@@ -42,17 +42,17 @@ def opened_store(chosen: Path | None) -> Iterator["Store"]:
 
 @contextmanager
 def opened_session(
-    name: str, chosen: Path | None, branch: str, model: str | None
+    name: str, chosen: Path | None, branch: str, model: str | None, *, weights: bool = False
 ) -> Iterator["Session"]:
-    """`model` None opens read-only. Otherwise only its tokenizer and template are loaded: an edit
-    needs to make ids, not to forward them."""
+    """`model` None opens read-only. Without `weights` only the tokenizer and template are loaded,
+    which is quick: an edit makes ids, it does not forward them. Prices need the weights."""
     from freetoken_agent import LocalModel
 
     with opened_store(chosen) as store:
         if model is None:
             yield store.open(name, branch=branch)
             return
-        with LocalModel.load(model, weights=False) as loaded:
+        with LocalModel.load(model, weights=weights) as loaded:
             yield store.open(name, loaded, branch=branch)
 
 

@@ -10,6 +10,7 @@ exit status is 0 (done), 1 (a FreetokenError), 2 (wrong usage), 3 (the report it
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,9 +94,11 @@ def wants_json() -> bool:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it."""
+    """`value` as JSON can hold it; a number that is not finite becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
+        return plain(value.model_dump(mode="json"))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):

@@ -82,7 +82,7 @@ def edit_session(
     """Replace a segment's text, or a call's arguments. Without either, opens $EDITOR."""
     new_arguments = None if arguments is None else _json_object(arguments)
     content = sys.stdin.read() if text == "-" else text
-    with opened_session(name, store, branch, model) as session:
+    with opened_session(name, store, branch, model, weights=dry_run) as session:
         target = pick(session, segment)
         if content is None and new_arguments is None:
             content = edit_text(target.content)
@@ -128,7 +128,7 @@ def rewind_session(
     json: Json = False,
 ) -> None:
     """Move a branch's head back. `undo` brings it forward again."""
-    with opened_session(name, store, branch, model) as session:
+    with opened_session(name, store, branch, model, weights=dry_run) as session:
         places: dict[str, Any] = {
             key: pick(session, ref) for key, ref in _given(to=to, before=before).items()
         }
@@ -151,7 +151,7 @@ def undo_session(
     json: Json = False,
 ) -> None:
     """Take back the last steps of a branch, or with --redo, bring them back."""
-    with opened_session(name, store, branch, model) as session:
+    with opened_session(name, store, branch, model, weights=dry_run) as session:
         move = session.redo if redo else session.undo
         edit = move(steps, dry_run=dry_run)
         emit(edit, edit_lines(edit, dry_run=dry_run))
@@ -168,7 +168,7 @@ def purge_session(
     json: Json = False,
 ) -> None:
     """Remove a segment for good: its bytes leave the files. It must be on no branch."""
-    with opened_session(name, store, branch, model) as session:
+    with opened_session(name, store, branch, model, weights=True) as session:
         report = asyncio.run(session.purge(segment))
     lines = [f"removed {report.num_nodes} places, {report.num_states} states"]
     lines.append(f"{report.num_log_entries} undo steps are gone")

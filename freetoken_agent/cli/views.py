@@ -85,6 +85,8 @@ def _tree_line(tree: "Tree", index: int) -> Text:
 
 def plan_line(plan: "ReusePlan") -> str:
     """The price of a path, and why it is not lower."""
+    if plan.miss is not None and plan.miss.cause == "no_weights":
+        return f"{plan.input_tokens} tokens (priced once the model is loaded: --dry-run does)"
     line = f"{plan.input_tokens} tokens: reuse {plan.reused_tokens}"
     if plan.source != "none":
         line += f" from {'memory' if plan.source == 'ram' else 'disk'}"
