@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from .errors import TemplateUnsupported
-from .items import ASSISTANT_KINDS, Item
+from .items import ASSISTANT_KINDS, Item, same_message
 from .sentinels import mask_tools, sentinel
 
 # Inlined tags are sentinels while a template sees them: some templates look for `</think>` in a
@@ -235,7 +235,8 @@ class MessageBuilder:
             self._add_user_text(text)
 
     def _add_assistant(self, index: int, item: Item) -> None:
-        if self._assistant is None or self._starts_message(item):
+        goes_on = self._previous is not None and same_message(self._previous, item)
+        if self._assistant is None or not goes_on:
             self._assistant = {"role": "assistant", "content": ""}
             self._messages.append(self._assistant)
         message = self._assistant
@@ -251,24 +252,6 @@ class MessageBuilder:
             inline = message["content"]
             separator = "\n" if inline and not inline.endswith("\n") else ""
             message["content"] = inline + separator + text
-
-    def _starts_message(self, item: Item) -> bool:
-        previous = self._previous
-        if previous is None:
-            return True
-        if item.kind == "tool_call":
-            return False
-        if item.kind == previous.kind:
-            return not (previous.partial or previous.open)
-        if previous.kind == "thinking":
-            return False
-        if previous.open:
-            raise TemplateUnsupported(
-                f"the template has no place for a {item.kind} after a {previous.kind}"
-                " in one assistant turn",
-                remedy="close the turn first",
-            )
-        return True
 
     def _add_thinking(self, message: dict[str, Any], text: str) -> None:
         field_name = self._dialect.thinking

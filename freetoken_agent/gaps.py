@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from .errors import TemplateUnsupported
 from .frames import Extent, Grammar, Part, Rendering, fill_gap, gap_marks
-from .items import ASSISTANT_KINDS, DEFAULT_OPTIONS, Item, Options
+from .items import ASSISTANT_KINDS, DEFAULT_OPTIONS, Item, Options, same_message
 from .sentinels import find_marks, sentinel
 
 PREAMBLE_KINDS = frozenset(("system", "tools"))
@@ -41,9 +41,7 @@ def message_start(items: Sequence[Item], index: int) -> int:
         start -= 1
     if items[start].kind == "tool_result" and start:
         start -= 1
-    while (
-        start and items[start].kind in ASSISTANT_KINDS and items[start - 1].kind in ASSISTANT_KINDS
-    ):
+    while start and same_message(items[start - 1], items[start]):
         start -= 1
     return start
 
@@ -93,6 +91,7 @@ class GapSource:
 
     def single(self, items: Sequence[Item], index: int, options: Options) -> list[Part]:
         """The gap before one item, looking at nothing after it."""
+        _check_turn(items, index)
         if self._windows and index > preamble_length(items):
             shown = window(items, index)
             text = self._windowed([items[i] for i in shown], options, generation=False)
@@ -149,6 +148,7 @@ class GapSource:
     def _from_run(
         self, rendering: Rendering, items: Sequence[Item], index: int, options: Options
     ) -> list[Part]:
+        _check_turn(items, index)
         left: Extent | None = (0, 0) if index == 0 else rendering.extents[index - 1]
         right = rendering.extents[index]
         if left is not None and right is not None and left[1] <= right[0]:
@@ -188,6 +188,18 @@ def _lent(items: Sequence[Item]) -> list[list[Item]]:
     if any(item.kind == "user" for item in items):
         return [[]]
     return [[], [Item("user")]]
+
+
+def _check_turn(items: Sequence[Item], index: int) -> None:
+    """In an open turn the template has places for a thought, a text and calls, in that order."""
+    if index == 0:
+        return
+    left, right = items[index - 1], items[index]
+    if left.open and right.kind in ASSISTANT_KINDS and not same_message(left, right):
+        raise TemplateUnsupported(
+            f"a {right.kind} has no place after a {left.kind} in one assistant turn",
+            remedy="close the turn first",
+        )
 
 
 def _anonymous(items: Sequence[Item]) -> list[Item]:

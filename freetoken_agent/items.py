@@ -82,3 +82,15 @@ class TemplateReport:
     moves_system: bool = False  # a later system message does not stay in its place
     dated: bool = False
     notes: tuple[str, ...] = ()
+
+
+def same_message(left: Item, right: Item) -> bool:
+    """Whether two neighbours belong to one message of the assistant's: a thought, its text and
+    calls, in that order, each of which may come in several cut pieces."""
+    if left.kind not in ASSISTANT_KINDS or right.kind not in ASSISTANT_KINDS:
+        return False
+    if right.kind == "tool_call":
+        return True
+    if left.kind == right.kind:
+        return left.open or left.partial
+    return left.kind == "thinking"

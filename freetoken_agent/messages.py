@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from .errors import InvalidMessages, UnsupportedContent
-from .items import ASSISTANT_KINDS, Item
+from .items import ASSISTANT_KINDS, Item, same_message
 
 MessageFormat = Literal["openai", "anthropic"]
 Message = dict[str, Any]
@@ -212,22 +212,13 @@ def turn_groups(items: Sequence[Item]) -> Iterator[list[Item]]:
     adjacent results. Tools split nothing."""
     group: list[Item] = []
     for item in items:
-        if group and not _same_message(group[-1], item):
+        results = bool(group) and group[-1].kind == item.kind == "tool_result"
+        if group and not results and not same_message(group[-1], item):
             yield group
             group = []
         group.append(item)
     if group:
         yield group
-
-
-def _same_message(left: Item, right: Item) -> bool:
-    if left.kind == "tool_result":
-        return right.kind == "tool_result"
-    if left.kind not in ASSISTANT_KINDS or right.kind not in ASSISTANT_KINDS:
-        return False
-    if left.kind == right.kind and right.kind != "tool_call":
-        return left.open or left.partial
-    return left.open or right.kind == "tool_call" or left.kind == "thinking"
 
 
 # Anthropic
