@@ -51,13 +51,15 @@ _GREEDY = SamplingParams()
 class Engine:
     """A loaded model with its states. Made by `Engine.load`; a context manager."""
 
-    def __init__(self, model: LoadedModel, config: ResolvedConfig) -> None:
+    def __init__(self, model: LoadedModel, config: ResolvedConfig, *, poison: bool = False) -> None:
+        """`load` is the usual way. `poison`: fresh KV rows are NaN, so that a row which is read
+        before it was written shows."""
         spec = model.spec
         self._model = model
         self._config = config
         self.context_limit = spec.context_limit
         self.fingerprint = _fingerprint(model, config)
-        pool = Pool(_layout(model))
+        pool = Pool(_layout(model), poison=poison)
         plan = plan_memory(spec, config, model.decoder.size_bytes, config.ram_budget_bytes)
         self._budget = MemoryBudget(plan, pool.meter)
         self._index = PrefixIndex()
@@ -225,7 +227,7 @@ class Engine:
             anchor_after=frozenset(anchor_after),
             on_progress=on_progress,
         )
-        return self._submit(request).stream
+        return Generation(self._submit(request).stream)
 
     def warm(self, ids: Sequence[int] | Ids, *, anchors: Sequence[int] = ()) -> Usage:
         """Bring the state of `ids` up to date, the last row included. Blocks."""

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hand-over of one request: the owner thread puts tokens in, one consumer takes them out.
 
+    owner ──put, finish, fail──▶ Handover ◀──next, cancel── Generation (the caller's)
+
 The hand-over is small, so that a consumer that stops reading stops its own sequence and nobody
-else's. It knows no tensor.
+else's. The engine never holds the Generation: when the caller drops it, the request is cancelled.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from weakref import finalize
 
 from .reports import FinishReason, ReusePlan, Usage
 from .sampler import Token
@@ -15,83 +18,21 @@ from .sampler import Token
 HANDOVER_TOKENS = 32
 
 
-class Generation:
-    """A running generation: iterate over its tokens. Iterating blocks the calling thread; the stop
-    id is delivered too. Leaving the `for` loop cancels, as do `cancel` and `close`; ids that were
-    sampled already are still delivered after `cancel`. `usage` grows while it runs."""
+class Handover:
+    """The shared part. Thread-safe."""
 
     def __init__(self, plan: ReusePlan, wake: Callable[[], None]) -> None:
         self.plan = plan
         self.usage = Usage(plan.input_tokens, 0, 0)
         self.finish_reason: FinishReason | None = None
+        self.cancelled = False
         self._wake = wake
         self._changed = threading.Condition()
         self._tokens: deque[Token] = deque()
         self._done = False
-        self._cancelled = False
         self._error: BaseException | None = None
 
-    # -- the consumer
-
-    def __iter__(self) -> Iterator[Token]:
-        try:
-            while (token := self._next()) is not None:
-                yield token
-        finally:
-            self.cancel()
-
-    def __next__(self) -> Token:
-        token = self._next()
-        if token is None:
-            raise StopIteration
-        return token
-
-    def cancel(self) -> None:
-        """End between two steps. Safe from any thread, at any time, more than once."""
-        with self._changed:
-            if self._done or self._cancelled:
-                return
-            self._cancelled = True
-        self._wake()
-
-    def close(self) -> None:
-        """Cancel, drop what was not read, and wait until the engine has let go."""
-        self.cancel()
-        with self._changed:
-            self._tokens.clear()
-            while not self._done:
-                self._changed.wait()
-
-    def _next(self) -> Token | None:
-        with self._changed:
-            while not self._tokens and not self._done:
-                self._changed.wait()
-            if self._tokens:
-                was_full = len(self._tokens) >= HANDOVER_TOKENS
-                token = self._tokens.popleft()
-            elif self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            else:
-                return None
-        if was_full:
-            self._wake()
-        return token
-
-    def wait(self) -> None:
-        """Return when the engine is done with it; raises the request's error, if any."""
-        with self._changed:
-            while not self._done:
-                self._changed.wait()
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-
     # -- the owner thread
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
 
     @property
     def has_room(self) -> bool:
@@ -117,3 +58,91 @@ class Generation:
             self._error = error
             self._done = True
             self._changed.notify_all()
+
+    # -- the consumer
+
+    def next(self) -> Token | None:
+        """The next token; None after the last. Raises the request's error, once."""
+        with self._changed:
+            while not self._tokens and not self._done:
+                self._changed.wait()
+            if not self._tokens:
+                self._raise()
+                return None
+            was_full = not self.has_room
+            token = self._tokens.popleft()
+        if was_full:
+            self._wake()
+        return token
+
+    def wait(self) -> None:
+        """Return when the engine is done with the request. Raises its error, once."""
+        with self._changed:
+            while not self._done:
+                self._changed.wait()
+            self._raise()
+
+    def cancel(self) -> None:
+        with self._changed:
+            if self._done or self.cancelled:
+                return
+            self.cancelled = True
+        self._wake()
+
+    def drop(self) -> None:
+        """Forget tokens that were not read."""
+        with self._changed:
+            self._tokens.clear()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+class Generation:
+    """A running generation: iterate over its tokens, in one thread at a time. Iterating blocks; the
+    stop id is delivered too. Leaving the `for` loop cancels, as do `cancel`, `close` and dropping
+    the object; after `cancel` the ids that were sampled already are still delivered."""
+
+    def __init__(self, handover: Handover) -> None:
+        self._handover = handover
+        finalize(self, handover.cancel).atexit = False
+
+    @property
+    def plan(self) -> ReusePlan:
+        """What was predicted when the request was made."""
+        return self._handover.plan
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far; final after the last token."""
+        return self._handover.usage
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while it runs, or when it failed."""
+        return self._handover.finish_reason
+
+    def __iter__(self) -> Iterator[Token]:
+        try:
+            while (token := self._handover.next()) is not None:
+                yield token
+        finally:
+            self._handover.cancel()
+
+    def __next__(self) -> Token:
+        token = self._handover.next()
+        if token is None:
+            raise StopIteration
+        return token
+
+    def cancel(self) -> None:
+        """End between two steps. Safe from any thread, at any time, more than once."""
+        self._handover.cancel()
+
+    def close(self) -> None:
+        """Cancel, drop what was not read, and wait until the engine has let go."""
+        self._handover.cancel()
+        self._handover.drop()
+        self._handover.wait()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owner thread: the only one that calls torch and changes sequences.
 
-    caller threads ──requests, commands──▶ owner ──tokens──▶ each request's Generation
+    caller threads ──requests, commands──▶ owner ──tokens──▶ each request's Handover
                                              └──frozen views──▶ persister
 
 Between two passes it takes new requests, ends cancelled ones and runs commands. What a request
@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from .errors import EngineClosed
-from .generation import Generation
+from .generation import Handover
 from .reports import ReusePlan
 from .task import Request, Task
 from .worker import Worker
@@ -49,7 +49,7 @@ class Owner:
 
     def submit(self, request: Request, plan: ReusePlan) -> Task:
         """Queue a request. EngineClosed."""
-        task = Task(request, Generation(plan, self.wake))
+        task = Task(request, Handover(plan, self.wake))
         with self._changed:
             self._check_open()
             self._arrived.append(task)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .generation import Generation
+from .generation import Handover
 from .reports import Usage
 from .sampler import Sampler, SamplingParams
 from .state.digest import Ids
@@ -33,7 +33,7 @@ class Task:
     """A request with its state. `hidden` is the row of the sequence's last position, [1, H]."""
 
     request: Request
-    stream: Generation
+    stream: Handover
     submitted_s: float = field(default_factory=time.perf_counter)
     resident: Resident | None = None
     sampler: Sampler | None = None

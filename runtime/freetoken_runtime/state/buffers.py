@@ -111,7 +111,7 @@ class KVBuffer:
         self.capacity = capacity
         self.mark = 0
         self.size_bytes = max(layout.token_bytes * capacity, 1)
-        arena = mmap.mmap(-1, self.size_bytes)
+        arena = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.size_bytes >= 2 * HUGE_PAGE_BYTES:
             arena.madvise(mmap.MADV_HUGEPAGE)
         self.keys: list[torch.Tensor] = []  # per group [L, capacity, H, Dk]

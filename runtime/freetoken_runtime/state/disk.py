@@ -264,8 +264,8 @@ class DiskStates:
         parent = names[start // BLOCK]
         meta = _META.pack(_BLOCK, start, stop - start) + ids.tobytes()
         stale = self._shorter(parent, ids, start) if stop - start == BLOCK else []
-        tensors = view.copy_rows(start, stop)
-        self.snapshots.put([Snapshot(digest, parent, _memory(tensors), meta)])
+        rows = {name: array.data for name, array in view.copy_rows(start, stop).items()}
+        self.snapshots.put([Snapshot(digest, parent, rows, meta)])
         if stale:
             self.snapshots.remove(stale)
         return self._layout.token_bytes * (stop - start)

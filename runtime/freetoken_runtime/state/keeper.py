@@ -75,25 +75,15 @@ class StateKeeper:
         """The state of the longest reusable part of `ids`, with room for the rest of it and
         `extra_rows` more. None if there is no room now."""
         route = self._lookup.route(ids)
-        parent = route.resident
-        rows = len(ids) - route.ram_rows + extra_rows
-        taken = self._takes_over(route)
-        held = parent is not None and not parent.running
-        if parent is not None and held:
-            parent.running = True  # not a victim while room is made
-        try:
-            needed = self._spaces.bytes_for(rows)
-            if parent is not None and taken:
-                needed = parent.sequence.room_needed(rows)
-            if not self.make_room(needed):
+        while not self._room_for(route, len(ids) + extra_rows):
+            parent = route.resident
+            if parent is None or parent.running or parent.pinned_by:
                 return None
-        finally:
-            if parent is not None and held:
-                parent.running = False
-        resident = self._prepare(route, taken)
-        resident.sequence.reserve(rows)
-        resident.running = True
+            self.evict(parent)  # what it shares is given up: the path itself comes first
+            route = self._lookup.route(ids)
+        resident = self._prepare(route)
         try:
+            resident.sequence.reserve(len(ids) - route.ram_rows + extra_rows)
             return self._restore(resident, route, ids)
         except BaseException:
             self.release(resident)
@@ -233,20 +223,38 @@ class StateKeeper:
             parent is not None and not parent.running and route.ram_rows == parent.sequence.length
         )
 
-    def _prepare(self, route: Route, taken: bool) -> Resident:
+    def _room_for(self, route: Route, total_rows: int) -> bool:
+        """Make room for what the route does not share, sparing what it does."""
         parent = route.resident
-        if parent is not None and taken:
-            self._index.touch(parent)
-            return parent
+        rows = total_rows - route.ram_rows
+        if parent is None:
+            return self.make_room(self._spaces.bytes_for(rows))
+        taken, running = self._takes_over(route), parent.running
+        parent.running = True  # not a victim
+        try:
+            size_bytes = self._spaces.bytes_for(rows)
+            return self.make_room(parent.sequence.room_needed(rows) if taken else size_bytes)
+        finally:
+            parent.running = running
+
+    def _prepare(self, route: Route) -> Resident:
+        """The resident that will hold the path, marked as running."""
+        parent = route.resident
+        taken = self._takes_over(route)
         if parent is None:
             resident = Resident(Sequence(self._spaces))
+        elif taken:
+            resident = parent
         else:
-            self._index.touch(parent)
             resident = Resident(
                 parent.sequence.fork(route.ram_rows),
                 persisted_rows=min(parent.persisted_rows, route.ram_rows),
             )
-        self._index.add(resident)
+        if parent is not None:
+            self._index.touch(parent)
+        if not taken:
+            self._index.add(resident)
+        resident.running = True
         return resident
 
     def _restore(self, resident: Resident, route: Route, ids: Ids) -> Acquired:

@@ -149,22 +149,31 @@ class Persister:
         return self._decoding and not self._hurrying and self._backlog() <= BACKLOG_BYTES
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            error: BaseException | None = None
-            try:
-                self._write(job)
-            except FreetokenError as fault:
-                error = fault
-            except Exception as fault:  # noqa: BLE001 - the thread's edge: it must survive
-                _log.error("writing a state failed", exc_info=fault)
-                error = fault
-            with self._changed:
-                if error is not None:
-                    self._errors += 1
-                    self._last_error = error
-                self._active = None
-                self._dropped = None
-                self._changed.notify_all()
+        while self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        """Write the next job. In a function of its own, so that nothing holds the job's rows while
+        the thread waits for another."""
+        job = self._next()
+        if job is None:
+            return False
+        error: BaseException | None = None
+        try:
+            self._write(job)
+        except FreetokenError as fault:
+            error = fault
+        except Exception as fault:  # noqa: BLE001 - the thread's edge: it must survive
+            _log.error("writing a state failed", exc_info=fault)
+            error = fault
+        with self._changed:
+            if error is not None:
+                self._errors += 1
+                self._last_error = error.with_traceback(None)  # frames would hold the rows
+            self._active = None
+            self._dropped = None
+            self._changed.notify_all()
+        return True
 
     def _next(self) -> _Job | None:
         with self._changed:

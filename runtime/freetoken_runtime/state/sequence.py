@@ -13,7 +13,7 @@ and `anchors` may be read from any thread.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -30,15 +30,10 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [start, stop) of a buffer. They never change."""
+    """The first `rows` rows of a buffer. They never change."""
 
     buffer: KVBuffer
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -48,17 +43,18 @@ class PathView:
     ids: Ids
     spans: tuple[Span, ...]
 
-    def copy_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Rows [start, stop) of the path as named, contiguous tensors [L, rows, H, D]."""
-        parts: list[dict[str, torch.Tensor]] = []
+    def copy_rows(self, start: int, stop: int) -> dict[str, npt.NDArray[np.uint8]]:
+        """Rows [start, stop) of the path as named, contiguous bytes of [L, rows, H, D]. Copied by
+        numpy: torch would start a team of threads of its own here."""
+        parts: list[dict[str, npt.NDArray[np.uint8]]] = []
         offset = 0
         for span in self.spans:
             low, high = max(start, offset), min(stop, offset + span.rows)
             if low < high:
-                shift = span.start - offset
-                parts.append(span.buffer.rows(low + shift, high + shift))
+                rows = span.buffer.rows(low - offset, high - offset)
+                parts.append({name: t.view(torch.uint8).numpy() for name, t in rows.items()})
             offset += span.rows
-        return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+        return {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
 
 
 class Spaces:
@@ -81,13 +77,11 @@ class Spaces:
         at the copy, so that what was shared stays shared. `old` is freed with its last view."""
         holders = list(self._holders.get(old, ()))
         assert all(holder._writes_to() is not old for holder in holders), "moved while written"
-        spans = [span for sequence in holders for span in sequence.spans if span.buffer is old]
-        low = min(span.start for span in spans)
-        high = max(span.stop for span in spans)
-        new = self.pool.allocate(max(capacity, high - low))
-        new.copy_rows(old, low, high, at=new.claim(high - low))
+        used = self.used_rows(old)
+        new = self.pool.allocate(max(capacity, used))
+        new.copy_rows(old, 0, used, at=new.claim(used))
         for sequence in holders:
-            sequence._repoint(old, new, -low)
+            sequence._repoint(old, new)
         return new
 
     def bytes_for(self, rows: int) -> int:
@@ -102,16 +96,9 @@ class Spaces:
             self.move(buffer, used)
 
     def used_rows(self, buffer: KVBuffer) -> int:
-        """Rows between the first and the last one that a sequence looks at."""
-        spans = [
-            span
-            for sequence in self._holders.get(buffer, ())
-            for span in sequence.spans
-            if span.buffer is buffer
-        ]
-        if not spans:
-            return 0
-        return max(span.stop for span in spans) - min(span.start for span in spans)
+        """How many rows of the buffer a sequence looks at, at most."""
+        holders = self._holders.get(buffer, ())
+        return max((q._rows_of(buffer) for q in holders), default=0)
 
 
 class Sequence:
@@ -187,11 +174,11 @@ class Sequence:
         pieces = []
         last = len(self.spans) - 1
         for index, span in enumerate(self.spans):
-            stop = span.stop + self._pending if new and index == last else span.stop
-            if stop > span.start:
+            rows = span.rows + self._pending if new and index == last else span.rows
+            if rows:
                 pair = span.buffer.layers[layer]
                 assert pair is not None, layer
-                pieces.append((pair[0][span.start : stop], pair[1][span.start : stop]))
+                pieces.append((pair[0][:rows], pair[1][:rows]))
         return pieces
 
     def commit(self, ids: SequenceOf[int] | Ids) -> None:
@@ -199,7 +186,7 @@ class Sequence:
         assert len(ids) == self._pending > 0, (len(ids), self._pending)
         self._append_ids(ids)
         last = self.spans[-1]
-        self.spans[-1] = replace(last, stop=last.stop + self._pending)
+        self.spans[-1] = Span(last.buffer, last.rows + self._pending)
         self._length += self._pending
         self.reserved = max(0, self.reserved - self._pending)
         self._pending, self._write_at = 0, None
@@ -220,7 +207,7 @@ class Sequence:
         at = self._length if at is None else at
         assert 0 <= at <= self._length and self._pending == 0, (at, self._length, self._pending)
         twin = Sequence(self._spaces)
-        twin._ids = self._ids[:at].copy() if at else twin._ids
+        twin._ids = self._ids[:at].copy()
         twin._length = at
         twin.anchors = {p: row for p, row in self.anchors.items() if p <= at}
         twin.spans = _cut(self.spans, at)
@@ -232,7 +219,7 @@ class Sequence:
         """Keep the first `at` rows. Rows and anchors beyond are no longer this sequence's."""
         assert 0 <= at <= self._length and self._pending == 0, (at, self._length, self._pending)
         self._set_spans(_cut(self.spans, at))
-        self._ids = self._ids[:at].copy() if at else np.empty(64, dtype=np.int32)
+        self._ids = self._ids[:at].copy()
         self._length = at
         self.anchors = {p: row for p, row in self.anchors.items() if p <= at}
 
@@ -244,6 +231,7 @@ class Sequence:
     def settle(self) -> None:
         """Give back what no sequence looks at: buffers used to less than half are copied tight."""
         self.reserved = 0
+        self._drop_empty()
         for buffer in {id(span.buffer): span.buffer for span in self.spans}.values():
             self._spaces.tighten(buffer)
 
@@ -264,7 +252,7 @@ class Sequence:
         return self._write_at[0] if self._write_at is not None else None
 
     def _at_mark(self) -> bool:
-        return bool(self.spans) and self.spans[-1].stop == self.spans[-1].buffer.mark
+        return bool(self.spans) and self.spans[-1].rows == self.spans[-1].buffer.mark
 
     def _growth(self, rows: int) -> int:
         """Rows to allocate so that `rows` more fit in one run; 0 if they fit already."""
@@ -282,7 +270,7 @@ class Sequence:
             self._spaces.move(self.spans[-1].buffer, capacity)
             return
         tail = self._spaces.pool.allocate(capacity)
-        self._set_spans([*self.spans, Span(tail, 0, 0)])
+        self._set_spans([*self.spans, Span(tail, 0)])
         while len(self.spans) > MAX_SPANS:
             self._merge_shortest(rows)
 
@@ -294,8 +282,8 @@ class Sequence:
         spare = rows if index + 2 == len(self.spans) else 0
         merged = self._spaces.pool.allocate(first.rows + second.rows + spare)
         for span in (first, second):
-            merged.copy_rows(span.buffer, span.start, span.stop, at=merged.claim(span.rows))
-        new = Span(merged, 0, merged.mark)
+            merged.copy_rows(span.buffer, 0, span.rows, at=merged.claim(span.rows))
+        new = Span(merged, merged.mark)
         self._set_spans([*self.spans[:index], new, *self.spans[index + 2 :]])
 
     def _set_spans(self, spans: list[Span]) -> None:
@@ -312,13 +300,12 @@ class Sequence:
     def _drop_empty(self) -> None:
         self._set_spans([span for span in self.spans if span.rows])
 
-    def _repoint(self, old: KVBuffer, new: KVBuffer, shift: int) -> None:
-        self._set_spans(
-            [
-                Span(new, span.start + shift, span.stop + shift) if span.buffer is old else span
-                for span in self.spans
-            ]
-        )
+    def _rows_of(self, buffer: KVBuffer) -> int:
+        return max((span.rows for span in self.spans if span.buffer is buffer), default=0)
+
+    def _repoint(self, old: KVBuffer, new: KVBuffer) -> None:
+        moved = [Span(new, s.rows) if s.buffer is old else s for s in self.spans]
+        self._set_spans(moved)
 
     def _append_ids(self, ids: SequenceOf[int] | Ids) -> None:
         end = self._length + len(ids)
@@ -337,6 +324,6 @@ def _cut(spans: SequenceOf[Span], rows: int) -> list[Span]:
             break
         take = min(rows, span.rows)
         if take:
-            kept.append(replace(span, stop=span.start + take))
+            kept.append(Span(span.buffer, take))
         rows -= take
     return kept
