@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import Engine
     from .generation import Generation
-    from .reports import EngineStats, PathMiss, ReusePlan, Usage
-    from .sampler import SamplingParams, Token, TokenConstraint
+    from .reports import EngineStats, PathMiss, ReusePlan, Token, Usage
+    from .sampler import SamplingParams, TokenConstraint
     from .state.digest import Fingerprint
 
 __all__ = [
@@ -38,7 +38,7 @@ _HOMES = {
     "PathMiss": "reports",
     "ReusePlan": "reports",
     "SamplingParams": "sampler",
-    "Token": "sampler",
+    "Token": "reports",
     "TokenConstraint": "sampler",
     "Usage": "reports",
 }

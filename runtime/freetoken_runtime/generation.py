@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from weakref import finalize
 
-from .reports import FinishReason, ReusePlan, Usage
-from .sampler import Token
+from .reports import FinishReason, ReusePlan, Token, Usage
 
 HANDOVER_TOKENS = 32
 

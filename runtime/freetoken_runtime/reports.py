@@ -8,6 +8,16 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
+class Token:
+    """One sampled id. `logprob`: natural log under the unmodified distribution; `top`: the most
+    likely (id, logprob) pairs, best first, when `logprobs` were asked for."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class PathMiss:
     """Why a plan reuses no more. `position`: the first token that could not be reused; `tokens`:
     how many are forwarded because of it. `cause` is one of

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .errors import ConstraintDeadEnd, EngineFault, InvalidSampling
+from .reports import Token
 
 MAX_LOGPROBS = 1000
 _NUCLEUS = 1024  # candidates tried for top-p before the whole vocabulary is sorted
@@ -83,16 +84,6 @@ class SamplingParams:
             for token_id in ids:
                 _whole(name, token_id, 0, vocab_size - 1)
         _whole("logprobs", self.logprobs, 0, vocab_size)
-
-
-@dataclass(frozen=True)
-class Token:
-    """One sampled id. `logprob`: natural log under the unmodified distribution; `top`: the most
-    likely (id, logprob) pairs, best first, when `logprobs` were asked for."""
-
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class Sampler:
