@@ -67,6 +67,10 @@ class Backing(Protocol):
     @property
     def snapshots(self) -> Snapshots: ...
 
+    def get_meta(self, key: str) -> bytes | None: ...
+
+    def set_meta(self, key: str, value: bytes) -> None: ...
+
     def compact(self) -> bool:
         """Rewrite the files without what was removed; False if another process holds them."""
 

@@ -2,17 +2,18 @@
 """Purge: what was once in a session, gone from the tree, the logs, the states and the files."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import anyio.to_thread
 
 from freetoken_storage.errors import SessionConflict
 from freetoken_storage.records import Scrub, SegmentRecord
 
-from . import codec, lookups
+from . import codec, freeing, lookups
 from .errors import SegmentInUse
 from .handle import Context, Handle
-from .path import Body
+from .path import Body, Path
 from .segments import PurgeReport, Segment
 
 _ATTEMPTS = 10  # other writers may move a branch between looking and scrubbing
@@ -28,29 +29,42 @@ def purge_sync(handle: Handle, segment: Segment | str) -> PurgeReport:
     handle.bound()
     handle.outside_batch("purge()")
     for attempt in range(_ATTEMPTS):
-        with handle.lock:
-            plan = _Removal(handle, segment)
+        removal = _Removal(handle, segment)
+        with handle.lock, _reserved(handle.context, removal.branches):
+            # States first: whatever stops us here, a second purge finds the segment still there.
+            models = handle.context.store.models
+            states = freeing.forget(models, removal.paths)
+            states += freeing.drop_absent(handle.context.backing, models)
             try:
-                handle.context.sessions.scrub(handle.context.name, plan.scrub)
+                handle.context.sessions.scrub(handle.context.name, removal.scrub)
             except SessionConflict:
                 if attempt + 1 == _ATTEMPTS:
                     raise
                 continue
-            for gone in plan.scrub.segment_ids:
+            for gone in removal.scrub.segment_ids:
                 handle.context.bodies.pop(gone, None)
             handle.branch.reload()
             break
-    states = sum(plan.forget(handle))
-    others, sessions = _holders(handle.context, plan.body)
+    others, sessions = _holders(handle.context, removal.body)
     return PurgeReport(
-        segments=tuple(sorted(plan.scrub.segment_ids)),
-        num_nodes=len(plan.scrub.node_ids),
+        segments=tuple(sorted(removal.scrub.segment_ids)),
+        num_nodes=len(removal.scrub.node_ids),
         num_states=states,
-        num_log_entries=sum(len(sequences) for sequences in plan.scrub.logs.values()),
+        num_log_entries=sum(len(sequences) for sequences in removal.scrub.logs.values()),
         other_segments=others,
         other_sessions=sessions,
         scrubbed=handle.context.backing.compact(),
     )
+
+
+@contextmanager
+def _reserved(context: Context, branches: Iterable[str]) -> Iterator[None]:
+    """Keep generations away from branches whose logs are rewritten. SessionBusy if one runs."""
+    with ExitStack() as stack:
+        for branch in branches:
+            context.busy.enter(context.name, branch)
+            stack.callback(context.busy.leave, context.name, branch)
+        yield
 
 
 class _Removal:
@@ -60,9 +74,11 @@ class _Removal:
         context = handle.context
         self.body = lookups.known_body(handle, segment)
         nodes = list(context.sessions.nodes(context.name))
-        self._roots = [node.id for node in nodes if node.segment_id == self.body.id]
-        gone = set(self._roots)
-        gone.update(node.id for node in nodes if self._below(gone, node.id, node.parent))
+        roots = [node.id for node in nodes if node.segment_id == self.body.id]
+        gone = set(roots)
+        for node in nodes:  # parents come before children
+            if node.parent in gone:
+                gone.add(node.id)
         branches = context.sessions.branches(context.name)
         holders = tuple(record.name for record in branches if record.head in gone)
         if holders:
@@ -70,7 +86,7 @@ class _Removal:
                 "a branch's path holds the segment", segment=self.body.id, branches=holders
             )
         # Read before they go: forgetting states needs the ids of the paths.
-        self._paths = [handle.branch.path_to(node) for node in self._roots]
+        self.paths = [_suffix(handle.branch.path_to(node)) for node in roots]
         kept = {node.segment_id for node in nodes if node.id not in gone}
         segments = {node.segment_id for node in nodes if node.id in gone} - kept
         segments.add(self.body.id)
@@ -86,6 +102,7 @@ class _Removal:
             branch = codec.unpack_branch(record.body)
             if branch.tip is not None and branch.tip.node in gone:
                 bodies[record.name] = codec.pack_branch(codec.without_tip(branch))
+        self.branches = logs.keys() | bodies.keys()
         self.scrub = Scrub(
             node_ids=frozenset(gone),
             segment_ids=frozenset(segments),
@@ -95,20 +112,10 @@ class _Removal:
             tombstones=[SegmentRecord(i, codec.pack_tombstone(i)) for i in sorted(segments)],
         )
 
-    @staticmethod
-    def _below(gone: set[int], node: int, parent: int) -> bool:
-        """Parents come before children, so one pass collects whole subtrees."""
-        if parent in gone:
-            gone.add(node)
-        return parent in gone
 
-    def forget(self, handle: Handle) -> Iterator[int]:
-        """Drop the states at or after the segment, on each of its paths."""
-        model, _ = handle.bound()
-        for path in self._paths:
-            start = path.content_start(len(path.places) - 1)
-            if start < len(path.ids):
-                yield model.forget(path.ids, start)
+def _suffix(path: Path) -> tuple[tuple[int, ...], int]:
+    """The ids of a path, and where the content of its last segment begins."""
+    return path.ids, path.content_start(len(path.places) - 1)
 
 
 def _holders(context: Context, body: Body) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -55,6 +55,7 @@ class Store:
         """Opens or creates the folder; `":memory:"` keeps everything in this object. The errors are
         those of `freetoken_storage.Database`."""
         self._in_memory = str(path) == MEMORY
+        self._read_only = read_only
         if self._in_memory:
             self._database: Database | MemoryDatabase = MemoryDatabase()
         else:
@@ -70,6 +71,12 @@ class Store:
     def notices(self) -> list[str]:
         """What was repaired or given up since the store was opened, as sentences."""
         return list(self._database.notices)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """The models that opened sessions here; a folder store has at most one."""
+        with self._lock:
+            return tuple(self._models)
 
     def create(
         self,
@@ -167,13 +174,11 @@ class Store:
         self._busy.check(name)
         exclusive = freeing.exclusive_paths(self._database.sessions, name)
         self._database.sessions.delete(name)
-        for model in self._models:
-            for ids, start in exclusive:
-                model.forget(ids, start)
+        freeing.forget(self.models, exclusive)
 
     async def flush(self) -> None:
         """Return when the states of every head are on disk, as far as they were computed."""
-        for model in list(self._models):
+        for model in self.models:
             await anyio.to_thread.run_sync(model.flush)
 
     def close(self) -> None:
@@ -209,6 +214,8 @@ class Store:
                         remedy="close the store first, or use another folder",
                     )
                 model.attach(self._database.snapshots)
+                if not self._read_only:
+                    freeing.remember(self._database, model)
             self._models.append(model)
 
     def _context(self, name: str, body: SessionBody, model: Model | None) -> Context:

@@ -12,6 +12,7 @@ from freetoken_agent import (
     SegmentInUse,
     SegmentNotFound,
     Session,
+    SessionBusy,
     SessionConflict,
     Store,
 )
@@ -187,6 +188,44 @@ async def test_purge_takes_every_place_of_the_segment_and_all_below(
         with pytest.raises(SegmentNotFound) as error:
             session.versions(gone)
         assert error.value.reason == "purged"
+
+
+async def test_purge_drops_the_states_of_models_that_are_not_here(tmp_path: Path) -> None:
+    """Oracle: what the first model could reuse, before and after a purge under the second."""
+    with Store(tmp_path / "store") as store:
+        first = ScriptedModel(parts={"quant": "none"})
+        session = _talk(store, first)
+        ids, secret = session.ids(), session.path()[2]
+        await store.flush()
+    with Store(tmp_path / "store") as store:
+        again = ScriptedModel(parts={"quant": "none"})
+        store.open("s", again)
+        assert again.plan(ids).source == "disk"
+    with Store(tmp_path / "store") as store:
+        session = store.open("s", ScriptedModel(parts={"quant": "int4"}))
+        session.rewind(before=secret.id)
+        assert (await session.purge(secret.id)).num_states > 0
+    with Store(tmp_path / "store") as store:
+        again = ScriptedModel(parts={"quant": "none"})
+        store.open("s", again)
+        assert again.plan(ids).reused_tokens == 0
+
+
+async def test_purge_waits_for_generations_whose_logs_it_rewrites(
+    store: Store, model: ScriptedModel
+) -> None:
+    """Oracle: SessionBusy where the generating branch's log mentions the segment; else it runs."""
+    session = _talk(store, model)
+    secret = session.path()[2]
+    session.rewind(before=secret)
+    free = session.fork(name="free")
+    with session.begin_generation(), pytest.raises(SessionBusy):
+        await session.purge(secret)
+    with free.begin_generation() as draft:
+        await session.purge(secret)
+        draft.append("text", model.tokenizer.encode_content("x"))
+    assert free.path()[-1].text == "x"
+    session.append("assistant", "not busy")
 
 
 async def test_purge_of_an_unknown_segment(store: Store, model: ScriptedModel) -> None:
