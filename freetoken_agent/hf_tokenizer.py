@@ -5,6 +5,9 @@ Contents are encoded by a copy of the tokenizer that has no added tokens. At loa
 literal is encoded by that copy, alone and inside text; where its id still appears (a vocabulary
 entry that merges, or `ignore_merges`, can reach) the entry is taken out of the copy, and if that
 does not help the tokenizer is refused.
+
+Some byte-level vocabularies lack bytes (SmolLM2's has no 0x1D), and the library drops those without
+a word. Here a character that cannot be spelled becomes U+FFFD, so that the stored text shows it.
 """
 
 import copy
@@ -18,7 +21,7 @@ from typing import Any
 import tokenizers
 
 from .errors import TokenizerUnsupported
-from .pieces import PieceDecoder, PieceTable
+from .pieces import BYTE_ALPHABET, PieceDecoder, PieceTable, is_byte_level
 from .tokenizer import encode_mixed
 
 _CONTEXTS = ("{}", "a{}", "{}a", " {}", "{} ", "a {} b", "\n{}\n", "<{}>", "{0}{0}")
@@ -212,14 +215,22 @@ class _ContentEncoders:
     ) -> None:
         self._added = added
         self._controls = controls
+        self._missing = _missing_bytes(definition)
         bare = {**definition, "added_tokens": [], "post_processor": None}
         self._plain = self._walled(_without_prefix(bare))
         self._prefixed = self._walled(bare) if prefix.after_added else self._plain
 
     def encode(self, text: str, *, after_added: bool) -> list[int]:
         encoder = self._prefixed if after_added else self._plain
+        raw = text.encode("utf-8", "replace")
+        if len(raw.translate(None, self._missing)) < len(raw):
+            text = "".join(map(self._spellable, text))
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         return ids
+
+    def _spellable(self, character: str) -> str:
+        raw = character.encode("utf-8", "replace")
+        return character if raw == raw.translate(None, self._missing) else "\ufffd"
 
     def _walled(self, definition: dict[str, Any]) -> tokenizers.Tokenizer:
         encoder = tokenizers.Tokenizer.from_str(json.dumps(definition))
@@ -258,6 +269,15 @@ class _ContentEncoders:
         for encoding in encoder.encode_batch_fast(texts, add_special_tokens=False):
             found.update(encoding.ids)
         return found & self._controls
+
+
+def _missing_bytes(definition: Mapping[str, Any]) -> bytes:
+    """Bytes that a byte-level vocabulary without an unknown token cannot spell."""
+    model = definition["model"]
+    if not is_byte_level(definition.get("decoder")) or model.get("unk_token"):
+        return b""
+    vocabulary = model["vocab"]
+    return bytes(byte for letter, byte in BYTE_ALPHABET.items() if letter not in vocabulary)
 
 
 def _plain(definition: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class PieceTable:
         added: Mapping[int, str],
     ) -> None:
         self._tokenizer = tokenizer
-        self._byte_level = _is_byte_level(definition.get("decoder"))
+        self._byte_level = is_byte_level(definition.get("decoder"))
         self._pieces = {token_id: literal.encode() for token_id, literal in added.items()}
 
     def __getitem__(self, token_id: int) -> bytes:
@@ -64,7 +64,9 @@ class PieceTable:
         return piece.replace(_BLANK, " ").encode()
 
 
-def _is_byte_level(decoder: Any) -> bool:
+def is_byte_level(decoder: Any) -> bool:
+    """Whether pieces spell bytes by GPT-2's alphabet. TokenizerUnsupported for other decoders than
+    the two families of this module."""
     stages = [] if decoder is None else [decoder]
     if stages and decoder["type"] == "Sequence":
         stages = decoder["decoders"]

@@ -120,7 +120,8 @@ class ChatFormat:
             text, ids = item.text, item.ids
             if ids is None:
                 parts = self._contents.parts(items, index, options)
-                text, ids = _text(parts), self._encode(parts, after=gap_ids[-1:])
+                ids = self._encode(parts, after=gap_ids[-1:])
+                text = self._tokenizer.decode(ids, after=gap_ids[-8:])
             pieces.append(Piece(_text(gap), gap_ids, text, ids))
         return pieces
 
