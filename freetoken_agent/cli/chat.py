@@ -60,8 +60,8 @@ def chat_command(
 
     with opened_store(store) as opened:
         with progress(f"loading {model}"):
-            loaded = LocalModel.load(model, config=EngineConfig(quant=quant))
-        with loaded:
+            loading = LocalModel.load(model, config=EngineConfig(quant=quant))
+        with loading as loaded:
             session = opened.create(name, loaded, system=system, exist_ok=True)
             if branch != "main":
                 session = session.open_branch(branch)

@@ -57,18 +57,21 @@ def _marks(segment: "Segment") -> str:
 
 
 def tree_view(tree: "Tree", title: str) -> RichTree:
-    """The whole tree. A run of segments without a fork stays one column; only forks indent."""
+    """The whole tree. A run of segments without a fork is one node of several lines, so that only
+    forks indent."""
     root = RichTree(title)
     for name in tree.empty_branches:
         root.add(Text(f"(empty) ← {name}", style="bold"))
     pending = [(root, index) for index in tree.children(None)]
     while pending:
         parent, index = pending.pop(0)
+        lines = [_tree_line(tree, index)]
         below = tree.children(index)
-        parent.add(_tree_line(tree, index))
-        # rich draws children below a node; to keep a run flat, add to the same parent
-        target = parent if len(below) == 1 else parent.children[-1]
-        pending = [(target, child) for child in below] + pending
+        while len(below) == 1:
+            lines.append(_tree_line(tree, below[0]))
+            below = tree.children(below[0])
+        node = parent.add(Text("\n").join(lines))
+        pending += [(node, child) for child in below]
     return root
 
 
