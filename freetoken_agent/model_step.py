@@ -25,7 +25,9 @@ class ModelStep:
     """Begins at the first `advance`, which marks the branch busy, and ends with a `reply`.
 
     Not thread-safe, except `cancel`. Every finished segment is committed before the event that
-    reports it. A whole segment waits for the next id: only that tells whether the turn goes on.
+    reports it. A whole segment waits for the next event: only that tells whether the turn goes on.
+    A call can only be followed by a parallel one, since no template has a place for anything else:
+    what the model writes instead ends the reply and is not kept (a cut second call is such a text).
     """
 
     def __init__(self, session: "Session", options: GenerateOptions, index: int = 0) -> None:
@@ -37,7 +39,8 @@ class ModelStep:
         self._pending: parsing.SegmentDone | None = None
         self._segments: list[Segment] = []
         self._answer = ""  # the text since the last segment, for stop texts
-        self._stopped = False  # by a stop text
+        self._after_call = False
+        self._stopped = False  # by a stop text, or by something else than a call after a call
         self._cancelled = threading.Event()
         self.on_progress: Callable[[events.PrefillProgress], None] | None = None
         self.started = False
@@ -122,11 +125,15 @@ class ModelStep:
     def _take(self, draft: Draft, parsed: Sequence[parsing.ParseEvent]) -> list[GenerationEvent]:
         made: list[GenerationEvent] = []
         for event in parsed:
+            if self._after_call and not _is_of_call(event):
+                self._stopped = True
+                continue
             made += self._commit(draft, "open")
             place = self._place(draft)
             match event:
                 case parsing.SegmentDone():
                     self._pending = event
+                    self._after_call = event.kind == "tool_call"
                     self._answer = ""
                 case parsing.ThinkingDelta():
                     made.append(events.ThinkingDelta(**place, text=event.text))
@@ -225,6 +232,12 @@ class ModelStep:
 
     def _place(self, draft: Draft) -> events.Place:
         return {"session": draft.session, "branch": draft.branch, "step": self._index}
+
+
+def _is_of_call(event: parsing.ParseEvent) -> bool:
+    if isinstance(event, parsing.SegmentDone):
+        return event.kind == "tool_call"
+    return isinstance(event, parsing.CallStarted | parsing.CallDelta)
 
 
 def segment_enders(model: Model) -> frozenset[int]:

@@ -420,7 +420,47 @@ async def test_forced_ids_are_stored_as_if_sampled(store: Store) -> None:
     assert reply.text == "hiéb"
 
 
-TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+WHOLE_CALL = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
+CUT_CALL = '<tool_call>\n{"name": "ls", "argu'
+
+
+async def test_s38_a_call_cut_by_the_limit_is_text(store: Store) -> None:
+    """Oracle: the script up to the limit, under a kind that nothing executes; the turn stays open
+    and what follows does not make it a call."""
+    session = begin(store, Call("ls", {}), Raw('ments": {}}\n</tool_call><|im_end|>'), "next")
+    limit = len(session.model.tokenizer.encode_frame(CUT_CALL))
+    reply = await session.reply(max_tokens=limit)
+    assert (reply.finish_reason, reply.calls) == ("length", ())
+    assert [(s.kind, s.text) for s in reply.segments] == [("text", CUT_CALL)]
+    assert not (await session.reply()).calls
+    session.append("user", "go")
+    assert (await session.reply()).text == "next"
+
+
+async def test_s38_a_cut_second_call_is_not_kept(store: Store) -> None:
+    """Oracle: the script; the first call is whole and closed as interrupted by the next message."""
+    session = begin(store, Raw(f"{WHOLE_CALL}\n{CUT_CALL}"), "ok")
+    reply = await session.reply()
+    assert reply.finish_reason == "length"
+    assert [(s.kind, s.tool) for s in reply.segments] == [("tool_call", "a")]
+    session.append("user", "go")
+    assert [s.kind for s in session.path()[-3:]] == ["tool_call", "tool_result", "user"]
+    assert session.path()[-2].error
+    assert (await session.reply()).text == "ok"
+
+
+async def test_text_after_a_call_ends_the_reply(store: Store) -> None:
+    """Oracle: the script up to the call. A result can follow it."""
+    session = begin(store, Raw(f"{WHOLE_CALL}\nIt says 7."), "8")
+    reply = await session.reply()
+    assert (reply.finish_reason, reply.text) == ("tool_calls", "")
+    assert [s.kind for s in reply.segments] == ["tool_call"]
+    session.append_result(reply.calls[0], "8")
+    assert (await session.reply()).text == "8"
+    assert "7" not in session.render()
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
 @settings(max_examples=40, deadline=None)
