@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `Tokenizer` over the `tokenizers` library, from a model folder or a parsed tokenizer.json.
 
-Contents are encoded by a copy of the tokenizer that has no added tokens. At load each added token's
-literal is encoded by that copy, alone and inside text; where its id still appears (a vocabulary
-entry that merges, or `ignore_merges`, can reach) the entry is taken out of the copy, and if that
-does not help the tokenizer is refused.
+Contents are encoded by a copy of the tokenizer that has no added tokens. Their vocabulary entries,
+which merges, `ignore_merges` or a Unigram model could still reach, are taken out of the copy too.
+At load each literal is encoded by the copy, alone and inside text; if its id appears all the same,
+the tokenizer is refused.
 
 Some byte-level vocabularies lack bytes (SmolLM2's has no 0x1D), and the library drops those without
 a word. Here a character that cannot be spelled becomes U+FFFD, so that the stored text shows it.
@@ -233,23 +233,15 @@ class _ContentEncoders:
         return character if raw == raw.translate(None, self._missing) else "\ufffd"
 
     def _walled(self, definition: dict[str, Any]) -> tokenizers.Tokenizer:
-        encoder = tokenizers.Tokenizer.from_str(json.dumps(definition))
-        leaks = self._leaks(encoder)
-        if not leaks:
-            return encoder
         model = dict(definition["model"])
         if model["type"] == "Unigram":
             # A piece with a blank is out of reach: the pre-tokenizer turns every blank into U+2581.
             model["vocab"] = [
-                [f" {index}", score] if index in leaks else [piece, score]
+                [f" {index}", score] if index in self._controls else [piece, score]
                 for index, (piece, score) in enumerate(model["vocab"])
             ]
         else:
-            model["vocab"] = {
-                piece: token_id
-                for piece, token_id in model["vocab"].items()
-                if token_id not in leaks
-            }
+            _remove_pieces(model, self._controls)
         encoder = tokenizers.Tokenizer.from_str(json.dumps({**definition, "model": model}))
         if leaks := self._leaks(encoder):
             raise TokenizerUnsupported(
@@ -269,6 +261,19 @@ class _ContentEncoders:
         for encoding in encoder.encode_batch_fast(texts, add_special_tokens=False):
             found.update(encoding.ids)
         return found & self._controls
+
+
+def _remove_pieces(model: dict[str, Any], ids: frozenset[int]) -> None:
+    """Take pieces, and the merges that make or use them, out of a BPE or WordPiece vocabulary."""
+    removed = {piece for piece, token_id in model["vocab"].items() if token_id in ids}
+    model["vocab"] = {piece: i for piece, i in model["vocab"].items() if piece not in removed}
+    if "merges" in model:
+        pairs = (
+            merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]
+        )
+        model["merges"] = [
+            [left, right] for left, right in pairs if not removed & {left, right, left + right}
+        ]
 
 
 def _missing_bytes(definition: Mapping[str, Any]) -> bytes:
