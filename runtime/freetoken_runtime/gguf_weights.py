@@ -7,19 +7,19 @@ those of llama.cpp, whose converter also permutes the rows of q and k, which is 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFReader
 
 from .errors import (
     UnsupportedArchitecture,
     UnsupportedConfig,
     UnsupportedQuantization,
     WeightsDamaged,
+    WeightsMismatch,
 )
+from .gguf_header import GgufHeader, TensorInfo, read_header
 from .spec import (
     AttentionSpec,
     FactorScaling,
@@ -46,7 +46,9 @@ _MODULES = {
     "up": "ffn_up",
     "down": "ffn_down",
 }
-_ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rope's frequencies (Llama 3)
+_FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
+_TYPES = (*_FLOATS, Type.Q8_0, Type.Q4_0, Type.Q4_1)
 _BLOCK = 32
 
 
@@ -54,33 +56,43 @@ class GgufFile(WeightSource):
     """Weights of one .gguf file, mapped."""
 
     def __init__(self, file: Path) -> None:
-        reader = _open(file)
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        spec = _read_spec(file, reader, self._tensors)
+        header = read_header(file)
+        self._tensors = header.tensors
+        self._bytes = np.memmap(file, np.uint8, "r")
+        spec = _read_spec(file, header, self._bytes)
         super().__init__(file, spec, {name: _gguf_name(name) for name in spec.parameter_shapes()})
 
     @property
     def files(self) -> Sequence[Path]:
         return [self.path]
 
+    def check(self) -> None:
+        super().check()
+        for name, info in self._tensors.items():
+            if info.kind not in _TYPES:
+                raise UnsupportedQuantization(
+                    f"tensor {name!r} in {self.path} has a type that cannot be loaded",
+                    value=info.kind.name,
+                    limit=", ".join(kind.name for kind in _TYPES),
+                )
+
     def _stored_names(self) -> set[str]:
         return set(self._tensors) - {_ROPE_FACTORS}
 
     def _stored_shape(self, stored: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._tensors[stored].shape))
+        return self._tensors[stored].shape
 
     def _read(self, name: str, stored: str) -> torch.Tensor:
-        tensor = self._tensors[stored]
-        weights = _dequantise(tensor.tensor_type, tensor.data, stored, self.path)
-        weights = weights.view(self._stored_shape(stored))
+        info = self._tensors[stored]
+        weights = _dequantise(info, _stored_bytes(self._bytes, info))
         order = self._row_order(name)
         return weights if order is None else weights[order]
 
     def _read_groups(self, name: str, stored: str) -> Groups | None:
-        tensor = self._tensors[stored]
-        if tensor.tensor_type not in (Type.Q4_0, Type.Q4_1):
+        info = self._tensors[stored]
+        if info.kind not in (Type.Q4_0, Type.Q4_1):
             return None
-        groups = _groups(tensor.tensor_type, tensor.data)
+        groups = _groups(info, _stored_bytes(self._bytes, info))
         order = self._row_order(name)
         if order is None:
             return groups
@@ -100,27 +112,8 @@ class GgufFile(WeightSource):
         return rows.view(heads, mixer.head_dim // 2, 2).transpose(1, 2).reshape(-1)
 
 
-def _open(file: Path) -> Any:
-    size = file.stat().st_size
-    if size == 0:
-        raise WeightsDamaged(f"weight file {file} is empty", remedy="download it again")
-    try:
-        reader = GGUFReader(file)
-        ends = [(int(t.data_offset) + int(t.n_bytes), t.name) for t in reader.tensors]
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise WeightsDamaged(
-            f"weight file {file} is truncated or not GGUF ({error})",
-            value=f"{size} bytes",
-            remedy="download it again",
-        ) from error
-    end, name = max(ends, default=(0, ""))
-    if end > size:
-        raise WeightsDamaged(f"weight file {file} ends inside tensor {name!r}", value=size)
-    return reader
-
-
-def _read_spec(file: Path, reader: Any, tensors: dict[str, Any]) -> ModelSpec:
-    fields = _Fields(file, reader)
+def _read_spec(file: Path, header: GgufHeader, stored: np.ndarray) -> ModelSpec:
+    fields, tensors = _Fields(file, header), header.tensors
     if fields.text("general.architecture") != "llama":
         raise UnsupportedArchitecture(
             f"the architecture of {file} is not supported",
@@ -143,17 +136,17 @@ def _read_spec(file: Path, reader: Any, tensors: dict[str, Any]) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=fields.whole("llama.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rope=RopeSpec(head_dim, theta, _read_scaling(file, fields, tensors)),
+        rope=RopeSpec(head_dim, theta, _read_scaling(file, fields, header, stored)),
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
     )
     mlp = MlpSpec(fields.whole("llama.feed_forward_length"), "blk.0.ffn_up.bias" in tensors)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
-        raise WeightsDamaged(f"weight file {file} has no token_embd.weight")
+        raise WeightsMismatch(f"weights are missing in {file}: token_embd.weight")
     return ModelSpec(
         architecture="llama",
-        vocab_size=int(embedding.shape[-1]),
+        vocab_size=embedding.shape[0],
         hidden_size=hidden,
         layers=(LayerSpec(mixer, mlp),) * fields.whole("llama.block_count"),
         norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon", 1e-5),
@@ -162,12 +155,15 @@ def _read_spec(file: Path, reader: Any, tensors: dict[str, Any]) -> ModelSpec:
     )
 
 
-def _read_scaling(file: Path, fields: "_Fields", tensors: dict[str, Any]) -> RopeScaling | None:
+def _read_scaling(
+    file: Path, fields: "_Fields", header: GgufHeader, stored: np.ndarray
+) -> RopeScaling | None:
     kind = fields.text("llama.rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise UnsupportedConfig(f"{file}: rope scaling is not supported", value=kind)
-    if _ROPE_FACTORS in tensors:
-        return FactorScaling(tuple(float(x) for x in tensors[_ROPE_FACTORS].data))
+    factors = header.tensors.get(_ROPE_FACTORS)
+    if factors is not None:
+        return FactorScaling(tuple(_dequantise(factors, _stored_bytes(stored, factors)).tolist()))
     if kind == "linear":
         return LinearScaling(fields.number("llama.rope.scaling.factor", 1.0))
     return None
@@ -176,14 +172,14 @@ def _read_scaling(file: Path, fields: "_Fields", tensors: dict[str, Any]) -> Rop
 class _Fields:
     """Metadata by key; a missing or mistyped one is an error that names file and key."""
 
-    def __init__(self, file: Path, reader: Any) -> None:
-        self._file, self._fields = file, reader.fields
+    def __init__(self, file: Path, header: GgufHeader) -> None:
+        self._file, self._metadata = file, header.metadata
 
-    def _value(self, key: str, default: Any) -> Any:
-        field = self._fields.get(key)
-        if field is None and default is None:
+    def _value(self, key: str, default: object) -> object:
+        value = self._metadata.get(key, default)
+        if value is None:
             raise WeightsDamaged(f"weight file {self._file} has no metadata {key!r}")
-        return default if field is None else field.contents()
+        return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
@@ -209,38 +205,35 @@ def _gguf_name(name: str) -> str:
     return f"blk.{index}.{_MODULES[part]}.{kind}"
 
 
-def _dequantise(kind: Type, data: np.ndarray, stored: str, file: Path) -> torch.Tensor:
-    """Stored bytes -> fp32, or the stored float dtype."""
-    if kind == Type.F32:
-        return torch.from_numpy(data.astype(np.float32))
-    if kind == Type.F16:
-        return torch.from_numpy(data.astype(np.float16))
-    if kind == Type.BF16:
-        return torch.from_numpy(np.array(data).view(np.int16)).view(torch.bfloat16)
-    if kind == Type.Q8_0:
-        blocks = torch.from_numpy(np.array(data)).view(-1, 2 + _BLOCK)
+def _stored_bytes(stored: np.ndarray, info: TensorInfo) -> torch.Tensor:
+    """A tensor's bytes [size] uint8, copied out of the mapping."""
+    return torch.from_numpy(np.array(stored[info.offset : info.offset + info.size_bytes]))
+
+
+def _dequantise(info: TensorInfo, stored: torch.Tensor) -> torch.Tensor:
+    """Stored bytes -> a tensor of `info.shape`, in the stored float dtype or fp32."""
+    if info.kind in _FLOATS:
+        return stored.view(_FLOATS[info.kind]).view(info.shape)
+    if info.kind == Type.Q8_0:
+        blocks = stored.view(-1, 2 + _BLOCK)  # fp16 scale, 32 int8
         scales = blocks[:, :2].contiguous().view(torch.float16).float()
-        return blocks[:, 2:].view(torch.int8) * scales
-    if kind in (Type.Q4_0, Type.Q4_1):
-        groups = _groups(kind, data)
-        values = groups.values.view(-1, _BLOCK).float()
-        return values.mul_(groups.scales.view(-1, 1)).add_(groups.minimums.view(-1, 1))
-    raise UnsupportedQuantization(
-        f"tensor {stored!r} in {file} has a type that cannot be loaded",
-        value=Type(kind).name,
-        limit="F32, F16, BF16, Q8_0, Q4_0, Q4_1",
-    )
+        return (blocks[:, 2:].contiguous().view(torch.int8) * scales).view(info.shape)
+    groups = _groups(info, stored)
+    values = groups.values.view(-1, _BLOCK).float()
+    values.mul_(groups.scales.view(-1, 1)).add_(groups.minimums.view(-1, 1))
+    return values.view(info.shape)
 
 
-def _groups(kind: Type, data: np.ndarray) -> Groups:
+def _groups(info: TensorInfo, stored: torch.Tensor) -> Groups:
     """Rows of blocks: fp16 scale, for Q4_1 fp16 minimum, 16 bytes whose low nibbles are weights
     0..15 and whose high nibbles are weights 16..31."""
-    head = 2 if kind == Type.Q4_0 else 4
-    blocks = torch.from_numpy(np.array(data)).view(len(data), -1, head + _BLOCK // 2)
+    head = 2 if info.kind == Type.Q4_0 else 4
+    rows = info.shape[0]
+    blocks = stored.view(rows, -1, head + _BLOCK // 2)
     floats = blocks[..., :head].contiguous().view(torch.float16).float()  # [N, K / 32, 1 or 2]
     nibbles = blocks[..., head:]
-    values = torch.cat((nibbles & 15, nibbles >> 4), -1).view(len(data), -1)
-    scales = floats[..., 0]
+    values = torch.cat((nibbles & 15, nibbles >> 4), -1).view(rows, -1)
+    scales = floats[..., 0].contiguous()
     # Q4_0 is (q - 8) d; q d - 8 d is the same fp32 number, as d has only 11 bits.
-    minimums = -8 * scales if kind == Type.Q4_0 else floats[..., 1].contiguous()
-    return Groups(values, scales.contiguous(), minimums, _BLOCK)
+    minimums = -8 * scales if info.kind == Type.Q4_0 else floats[..., 1].contiguous()
+    return Groups(values, scales, minimums, _BLOCK)

@@ -211,17 +211,11 @@ class ModelSpec:
             "tied_head": self.tied_head,
             "layers": layers,
         }
-        kinds = [
-            [
-                type(layer.mixer).__name__,
-                type(layer.feed_forward).__name__,
-                type(layer.mixer.rope.scaling).__name__,
-            ]
-            for layer in self.layers
-        ]
+        kinds = [[type(x.mixer).__name__, type(x.feed_forward).__name__] for x in self.layers]
+        scalings = [type(layer.mixer.rope.scaling).__name__ for layer in self.layers]
         return {
             "architecture": _digest([architecture, kinds]),
-            "rope": _digest([ropes, kinds]),
+            "rope": _digest([ropes, scalings]),
             "context": str(self.context_limit),
         }
 

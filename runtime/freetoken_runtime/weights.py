@@ -22,6 +22,7 @@ from .kernels.integers import (
     quantise_int4,
     quantise_int8,
     stack_int4,
+    stack_int8,
 )
 from .layers.attention import Attention
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
@@ -182,16 +183,15 @@ class _Builder:
         return layer
 
     def _dense_or_int8(self, names: list[str]) -> Linear:
+        if self._quant:
+            values = stack_int8([quantise_int8(self._read(name)) for name in names])
+            return IntegerLinear(int8.pack(values), self._bias(names))
         shapes = [self._source.shape(name) for name in names]
-        dtype = torch.float32 if self._quant else self._dtype
-        weight = torch.empty(sum(shape[0] for shape in shapes), shapes[0][1], dtype=dtype)
-        slices = torch.split(weight, [shape[0] for shape in shapes])
+        weight = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self._dtype)
+        slices = torch.split(weight, [rows for rows, _ in shapes])
         for name, rows in zip(names, slices, strict=True):
             rows.copy_(self._read(name))
-        bias = self._bias(names)
-        if self._quant:
-            return IntegerLinear(int8.pack(quantise_int8(weight)), bias)
-        return DenseLinear(weight, bias)
+        return DenseLinear(weight, self._bias(names))
 
     def _int4(self, names: list[str]) -> Linear:
         stored = [self._source.read_groups(name) for name in names]
@@ -206,7 +206,9 @@ class _Builder:
 
     def _int4_values(self, name: str, groups: Groups | None, size: int) -> Int4Values:
         if groups is None:
-            return quantise_int4(self._read(name).float(), size)
+            return quantise_int4(self._read(name), size)
+        self._check_finite(name, groups.scales)
+        self._check_finite(name, groups.minimums)
         return int4_from_groups(groups.values, groups.scales, groups.minimums, groups.size)
 
     def _bias(self, names: list[str]) -> torch.Tensor | None:
@@ -216,12 +218,15 @@ class _Builder:
         return torch.cat([self._read(bias).float() for bias in biases])
 
     def _read(self, name: str) -> torch.Tensor:
-        """A parameter; WeightsDamaged if it holds NaN or infinity, which integers would hide."""
         tensor = self._source.read(name)
+        self._check_finite(name, tensor)
+        return tensor
+
+    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
+        """WeightsDamaged for NaN or infinity, which integers would hide."""
         low, high = torch.aminmax(tensor)
         if not (torch.isfinite(low) and torch.isfinite(high)):
             raise WeightsDamaged(
                 f"weight {name!r} in {self._source.path} is not finite",
                 value=f"{float(low)} to {float(high)}",
             )
-        return tensor

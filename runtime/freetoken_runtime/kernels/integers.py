@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-INT4_SIZES = (32, 64, 128)
+_SLICE_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,12 @@ class Int4Values:
 
 
 def quantise_int8(weight: torch.Tensor) -> Int8Values:
-    """Symmetric, one scale per output row, nearest. weight [N, K] fp32, finite."""
+    """Symmetric, one scale per output row, nearest. weight [N, K], finite."""
+    parts = [_int8_slice(rows.float()) for rows in _slices(weight)]
+    return stack_int8(parts)
+
+
+def _int8_slice(weight: torch.Tensor) -> Int8Values:
     scales = (weight.abs().amax(1) / 127).bfloat16()
     divisors = torch.where(scales > 0, scales, 1.0).float()
     values = (weight / divisors[:, None]).round_().clamp_(-127, 127).to(torch.int8)
@@ -42,8 +47,12 @@ def quantise_int8(weight: torch.Tensor) -> Int8Values:
 
 
 def quantise_int4(weight: torch.Tensor, size: int) -> Int4Values:
-    """Asymmetric, one scale and zero per `size` weights of a row, nearest. weight [N, K] fp32,
-    finite. A last group that K does not fill is padded with zeros."""
+    """Asymmetric, one scale and zero per `size` weights of a row, nearest. weight [N, K], finite.
+    A last group that K does not fill is padded with zeros."""
+    return stack_int4([_int4_slice(rows.float(), size) for rows in _slices(weight)])
+
+
+def _int4_slice(weight: torch.Tensor, size: int) -> Int4Values:
     outputs, inputs = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -inputs % size))
     grouped = padded.view(outputs, -1, size)
@@ -56,6 +65,11 @@ def quantise_int4(weight: torch.Tensor, size: int) -> Int4Values:
     return Int4Values(values.view(outputs, -1), scales, zeros, size, inputs)
 
 
+def _slices(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows in slices, so that temporaries stay small beside a large matrix."""
+    return torch.split(weight, max(1, _SLICE_ELEMENTS // weight.shape[1]))
+
+
 def int4_from_groups(
     values: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor, size: int
 ) -> Int4Values:
@@ -63,6 +77,13 @@ def int4_from_groups(
     values [N, K] uint8, scales and minimums [N, K / size] fp32."""
     zeros = (minimums + 8 * scales).bfloat16()
     return Int4Values(values, scales.bfloat16(), zeros, size, values.shape[1])
+
+
+def stack_int8(parts: list[Int8Values]) -> Int8Values:
+    """Matrices with equal K, stacked along their outputs."""
+    return Int8Values(
+        torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
+    )
 
 
 def stack_int4(parts: list[Int4Values]) -> Int4Values:

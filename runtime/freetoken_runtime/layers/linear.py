@@ -60,6 +60,7 @@ class DenseLinear(Linear):
     """Weights as fp32 or bf16. bf16 weights meet bf16 activations in both forms."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        weight = weight.contiguous()
         self.outputs, self.inputs = weight.shape
         self.format = str(weight.dtype).removeprefix("torch.")
         self._weight = weight

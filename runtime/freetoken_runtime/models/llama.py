@@ -39,7 +39,9 @@ def read_llama(config: Mapping[str, Any]) -> ModelSpec:
 
 def _read_attention(reader: ConfigReader, family: str, context: int) -> AttentionSpec:
     hidden, heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
-    kv_heads = reader.whole("num_key_value_heads", heads)
+    # Null means one per head; where the key is absent, only llama's default is that.
+    null = family == "llama" or reader.has("num_key_value_heads")
+    kv_heads = reader.whole("num_key_value_heads", heads if null else None)
     if heads % kv_heads:
         raise UnsupportedConfig(
             "num_attention_heads must be a multiple of num_key_value_heads",

@@ -32,7 +32,8 @@ def family_of(model_type: object) -> Family:
     """UnsupportedArchitecture, naming it and what is supported, for any other type."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedArchitecture(
-            "this architecture is not supported", value=model_type, limit=", ".join(FAMILIES)
+            f"the architecture (model_type) {model_type!r} is not supported",
+            limit=", ".join(FAMILIES),
         )
     return FAMILIES[model_type]
 

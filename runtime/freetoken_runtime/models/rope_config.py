@@ -4,7 +4,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from ..errors import UnsupportedConfig
 from ..spec import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
@@ -15,42 +14,33 @@ SUPPORTED_KINDS = ("default", "linear", "llama3", "yarn")
 
 def read_rope(config: ConfigReader, head_dim: int, context_limit: int) -> RopeSpec:
     """The rope of every layer. UnsupportedConfig names a kind or key that is not implemented."""
-    theta = config.number("rope_theta", 10_000.0)
-    original = config.get("original_max_position_embeddings")
-    config.require("rope_interleaved", False)
-    config.require("partial_rotary_factor", 1, 1.0)
-    scaling = config.get("rope_scaling")
-    parameters = config.get("rope_parameters")
-    settings = scaling if scaling else parameters  # the order of transformers
-    if settings is None:
-        settings = {}
-    if not isinstance(settings, Mapping):
-        raise UnsupportedConfig("rope parameters", value=settings, limit="an object")
-    reader = ConfigReader(dict(settings))
-    theta = reader.number("rope_theta", theta)
-    reader.require("partial_rotary_factor", 1, 1.0)
-    kind = reader.get("rope_type", reader.get("type", "default"))
-    reader.get("type")
-    if kind not in SUPPORTED_KINDS:
-        raise UnsupportedConfig(
-            "rope_type is not supported", value=kind, limit=", ".join(SUPPORTED_KINDS)
-        )
     if head_dim % 2:
         raise UnsupportedConfig("head_dim must be even for rope", value=head_dim)
-    if original is not None:
-        settings = {**settings, "original_max_position_embeddings": original}
-    result = RopeSpec(head_dim, theta, _read_scaling(kind, reader, settings, context_limit))
+    theta = config.number("rope_theta", 10_000.0)
+    config.require("rope_interleaved", False)
+    config.require("partial_rotary_factor", 1)
+    older, newer = config.get("rope_scaling"), config.get("rope_parameters")
+    settings = older or newer or {}
+    if not isinstance(settings, Mapping):
+        raise UnsupportedConfig("rope parameters", value=settings, limit="an object")
+    reader = ConfigReader(settings)
+    theta = reader.number("rope_theta", theta)
+    reader.require("partial_rotary_factor", 1)
+    original = reader.whole("original_max_position_embeddings", context_limit)
+    # A key beside the rope parameters wins over one inside, as in transformers.
+    original = config.whole("original_max_position_embeddings", original)
+    scaling = _read_scaling(reader, context_limit, original)
     reader.finish()
-    return result
+    return RopeSpec(head_dim, theta, scaling)
 
 
 def _read_scaling(
-    kind: Any, reader: ConfigReader, settings: Mapping[str, Any], context_limit: int
+    reader: ConfigReader, context_limit: int, original_context: int
 ) -> RopeScaling | None:
-    original = reader.whole("original_max_position_embeddings", context_limit)
-    original = int(settings.get("original_max_position_embeddings") or original)
+    older = reader.get("type", "default")
+    kind = reader.get("rope_type", older)
     if kind == "default":
-        reader.get("factor")  # transformers ignores it here
+        reader.get("factor")  # without a kind it has no meaning, and transformers ignores it
         return None
     if kind == "linear":
         return LinearScaling(_required(reader, "factor"))
@@ -59,16 +49,20 @@ def _read_scaling(
             factor=_required(reader, "factor"),
             low_freq_factor=_required(reader, "low_freq_factor"),
             high_freq_factor=_required(reader, "high_freq_factor"),
-            original_context=original,
+            original_context=original_context,
         )
-    factor = reader.number("factor", context_limit / original)
-    return YarnScaling(
-        factor=factor,
-        attention_factor=_yarn_attention_factor(reader, factor),
-        original_context=original,
-        beta_fast=float(reader.get("beta_fast") or 32),
-        beta_slow=float(reader.get("beta_slow") or 1),
-        truncate=reader.flag("truncate", True),
+    if kind == "yarn":
+        factor = reader.number("factor", context_limit / original_context)
+        return YarnScaling(
+            factor=factor,
+            attention_factor=_yarn_attention_factor(reader, factor),
+            original_context=original_context,
+            beta_fast=reader.number("beta_fast", 32.0),
+            beta_slow=reader.number("beta_slow", 1.0),
+            truncate=reader.flag("truncate", True),
+        )
+    raise UnsupportedConfig(
+        "rope_type is not supported", value=kind, limit=", ".join(SUPPORTED_KINDS)
     )
 
 

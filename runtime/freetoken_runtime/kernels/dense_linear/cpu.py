@@ -17,10 +17,14 @@ def has_onednn() -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [n, K], weight [N, K] of one dtype, bias [N] -> [n, N] of that dtype."""
+    """x [n, K], weight [N, K] of one dtype, bias [N] -> [n, N] of that dtype. The weight must be
+    contiguous: oneDNN takes any strides, but those of a slice a thousand times slower."""
+    assert weight.is_contiguous()
     if not has_onednn():
         return functional.linear(x, weight, bias)
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        x.contiguous(), weight, bias, "none", [], ""
+    )
     return out
 
 
@@ -31,7 +35,7 @@ def linear_from_two(
     another order of summation."""
     if len(x) > 1:
         return linear(x, weight, bias)
-    return linear(x.expand(2, -1).contiguous(), weight, bias)[:1]
+    return linear(x.expand(2, -1), weight, bias)[:1]
 
 
 @lru_cache(maxsize=256)

@@ -47,7 +47,9 @@ def pack(weight: Int4Values) -> PackedInt4:
     byte_layout()
     outputs = len(weight.values)
     extra = -outputs % _BLOCK
-    packed = _pack(pad(weight.values, (0, 0, 0, extra)).int(), 1)
+    padded = pad(weight.values, (0, 0, 0, extra))
+    # The op wants int32: in slices of whole blocks, as blocks of outputs lie one after another.
+    packed = torch.cat([_pack(rows.int(), 1) for rows in torch.split(padded, 16 * _BLOCK)])
     pairs = torch.stack((weight.scales, weight.zeros), -1)  # [N, K / size, 2]
     scales_zeros = pad(pairs, (0, 0, 0, 0, 0, extra)).transpose(0, 1).contiguous()
     return PackedInt4(packed, scales_zeros, weight.size, outputs, weight.inputs)
@@ -72,7 +74,7 @@ def dequantise(weight: PackedInt4, rows: slice) -> torch.Tensor:
     pairs = weight.scales_zeros[:, rows.start : padded_stop].transpose(0, 1).float()
     grouped = steps.view(len(steps), -1, weight.size)
     grouped.mul_(pairs[..., :1]).add_(pairs[..., 1:])
-    return steps[: stop - rows.start, : weight.inputs]
+    return steps[: stop - rows.start, : weight.inputs].contiguous()
 
 
 @lru_cache(maxsize=1)
