@@ -186,7 +186,7 @@ class Chat:
         reference, _, name = rest.partition(" ")
         at = pick(self.session, reference) if reference else None
         self.session = self.session.fork(at=at, name=name.strip() or None)
-        self._out.print(f"on branch {self.session.branch}")
+        self._out.print(f"on branch {self.session.branch}", markup=False)
 
     def _switch(self, rest: str) -> None:
         self.session = self.session.open_branch(rest or "main")

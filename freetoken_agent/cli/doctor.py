@@ -8,10 +8,13 @@ from typing import Literal
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from freetoken_agent.catalog import PulledModel, home, pulled
 from freetoken_runtime.bench.machine import DiskSpeed, Machine, measure_disk, read_machine
+from freetoken_storage import verify_store
 
+from .opening import StorePath, store_path
 from .output import EXIT_FAULT_FOUND, Json, emit, progress
 
 Status = Literal["ok", "warn", "fault"]
@@ -42,7 +45,7 @@ class Diagnosis:
     disk: DiskSpeed | None
 
 
-def doctor_command(json: Json = False) -> None:
+def doctor_command(store: StorePath = None, json: Json = False) -> None:
     """Check the CPU, threads, memory, disk speed, the pulled models and the store."""
     with progress("looking at the machine") as bar:
         machine = read_machine()
@@ -52,11 +55,13 @@ def doctor_command(json: Json = False) -> None:
         checks.append(check)
         bar.label("hashing the models")
         checks.extend(check_models(pulled()))
+        bar.label("reading the store")
+        checks.append(check_store(store_path(store)))
     diagnosis = Diagnosis(checks=tuple(checks), machine=machine, disk=disk)
     table = Table("check", "", "found", box=None, pad_edge=False)
     for check in diagnosis.checks:
         found = check.found + (f"\n→ {check.remedy}" if check.remedy else "")
-        table.add_row(check.name, f"[{_STYLE[check.status]}]{check.status}[/]", found)
+        table.add_row(check.name, Text(check.status, _STYLE[check.status]), Text(found))
     emit(diagnosis, table)
     if any(check.status == "fault" for check in diagnosis.checks):
         raise typer.Exit(EXIT_FAULT_FOUND)
@@ -141,3 +146,20 @@ def _check_model(model: PulledModel) -> Check:
         remedy = f"remove {model.path.parent} and pull again"
         return Check(name, "fault", f"{model.path} was altered (SHA-256 {digest})", remedy)
     return Check(name, "ok", f"{model.title}, {model.quantisation}, hash verified")
+
+
+def check_store(folder: Path) -> Check:
+    """Every page and value of the store can be read; `verify` reads them in a child process."""
+    if not (folder / "sessions").exists():
+        return Check("store", "ok", f"{folder}: none yet")
+    report = verify_store(folder)
+    counts = report.counts
+    found = f"{folder}: {counts['sessions']} sessions, {counts['snapshots']} states"
+    found += f", {counts['bytes'] / _GIB:.2f} GiB"
+    if report.ok:
+        return Check("store", "ok", found)
+    first = report.faults[0]
+    found += f"; {len(report.faults)} faults, the first in {first.database}: {first.what}"
+    if all(fault.database == "states" for fault in report.faults):
+        return Check("store", "warn", found, "states are computed again; no session lost a word")
+    return Check("store", "fault", found, "restore it from a backup; `sessions verify` lists all")

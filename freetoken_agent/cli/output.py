@@ -86,7 +86,7 @@ def emit(report: Any, view: RenderableType | None = None) -> None:
     if wants_json():
         typer.echo(json.dumps(plain(report), indent=2, ensure_ascii=False))
     elif view is not None:
-        console().print(view)
+        console().print(view, markup=False)  # names and paths may hold brackets
 
 
 def wants_json() -> bool:

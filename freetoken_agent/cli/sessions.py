@@ -12,12 +12,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from freetoken_agent.errors import InvalidEdit
+from freetoken_storage import Database, verify_store
 
 from .editor import edit_text
-from .opening import Branch, ModelName, StorePath, opened_session, opened_store, pick
-from .output import Json, command, emit
+from .opening import Branch, ModelName, StorePath, opened_session, opened_store, pick, store_path
+from .output import EXIT_FAULT_FOUND, Json, command, emit
 from .views import edit_lines, path_table, tree_view
 
 app = typer.Typer(no_args_is_help=True, help="List, show, edit, check and clean stored sessions.")
@@ -40,7 +42,8 @@ def list_sessions(
     table = Table("session", "branches", "model", "updated", box=None, pad_edge=False)
     for info in found:
         updated = datetime.datetime.fromtimestamp(info.updated_s).isoformat(" ", "minutes")
-        table.add_row(info.name, ", ".join(info.branches), info.model, updated)
+        texts = (info.name, ", ".join(info.branches), info.model, updated)
+        table.add_row(*(Text(text) for text in texts))
     emit({"sessions": found}, table if found else "no sessions")
 
 
@@ -177,6 +180,43 @@ def purge_session(
         lines.append(f"the same text is still held by: {', '.join(others)}")
     if not report.scrubbed:
         lines.append("another process holds the store: the next exclusive opening scrubs the file")
+    emit(report, "\n".join(lines))
+
+
+@app.command("verify")
+@command
+def verify_sessions(store: StorePath = None, json: Json = False) -> None:
+    """Read every page and value of a store, in a child process; exit with 3 if one is wrong."""
+    report = verify_store(store_path(store))
+    counts = ", ".join(f"{count:,} {name}" for name, count in report.counts.items())
+    faults = [f"{x.database}: {x.session or ''} {x.what}" for x in report.faults]
+    emit(report, "\n".join([*faults, counts, "no fault" if report.ok else "faults found"]))
+    if not report.ok:
+        raise typer.Exit(EXIT_FAULT_FOUND)
+
+
+@app.command("gc")
+@command
+def collect_garbage(
+    keep_states_mib: Annotated[
+        int | None,
+        typer.Option("--keep-states", min=0, help="MiB of states to keep, most recent first."),
+    ] = None,
+    store: StorePath = None,
+    json: Json = False,
+) -> None:
+    """Give back what was deleted: rewrite the files. Dropped states cost time, never a word."""
+    with Database(store_path(store)) as database:
+        before = database.sizes()
+        dropped = 0
+        if keep_states_mib is not None:
+            dropped = database.snapshots.shrink(keep_states_mib << 20)
+        compacted = database.compact()
+        after = database.sizes()
+    report = {"before": before, "after": after, "states_dropped": dropped, "compacted": compacted}
+    lines = [f"{kind}: {before[kind] >> 10:,} KiB → {after[kind] >> 10:,} KiB" for kind in before]
+    if not compacted:
+        lines.append("another process holds the store: the next exclusive opening rewrites it")
     emit(report, "\n".join(lines))
 
 

@@ -59,7 +59,7 @@ def _marks(segment: "Segment") -> str:
 def tree_view(tree: "Tree", title: str) -> RichTree:
     """The whole tree. A run of segments without a fork is one node of several lines, so that only
     forks indent."""
-    root = RichTree(title)
+    root = RichTree(Text(title))
     for name in tree.empty_branches:
         root.add(Text(f"(empty) ← {name}", style="bold"))
     pending = [(root, index) for index in tree.children(None)]
