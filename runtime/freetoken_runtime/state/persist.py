@@ -18,6 +18,7 @@ import torch
 
 from freetoken_storage.errors import FreetokenError
 
+from ..errors import EngineFault
 from .digest import BLOCK, Ids
 from .disk import DiskStates
 from .lookup import History
@@ -51,7 +52,7 @@ class Persister:
         self._closing = False
         self._errors = 0
         self._reported = 0
-        self._last_error: BaseException | None = None
+        self._last_error: FreetokenError | None = None
         self.written_bytes = 0
         self._thread = threading.Thread(target=self._run, name="freetoken-persist", daemon=True)
         self._thread.start()
@@ -99,7 +100,7 @@ class Persister:
             return self._backlog()
 
     @property
-    def last_error(self) -> BaseException | None:
+    def last_error(self) -> FreetokenError | None:
         """A write error that no flush has reported yet."""
         return self._last_error if self._errors > self._reported else None
 
@@ -158,17 +159,18 @@ class Persister:
         job = self._next()
         if job is None:
             return False
-        error: BaseException | None = None
+        error: FreetokenError | None = None
         try:
             self._write(job)
         except FreetokenError as fault:
             error = fault
         except Exception as fault:  # noqa: BLE001 - the thread's edge: it must survive
             _log.error("writing a state failed", exc_info=fault)
-            error = fault
+            error = EngineFault("writing a state failed", value=repr(fault))
         with self._changed:
             if error is not None:
                 self._errors += 1
+                error.__cause__ = error.__context__ = None
                 self._last_error = error.with_traceback(None)  # frames would hold the rows
             self._active = None
             self._dropped = None
