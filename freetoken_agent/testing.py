@@ -263,7 +263,7 @@ class ScriptedModel:
             step = self._script.pop(0)
         if callable(step):
             step = step(request)
-        return ScriptedStream(self, request, [*sampling.force, *self._play(step)], on_progress)
+        return ScriptedStream(self, request, [*sampling.force, *self.emit(step)], on_progress)
 
     def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
         with self._lock:
@@ -322,7 +322,9 @@ class ScriptedModel:
         with self._lock:
             self.ledger.record(path, [*ends, len(path)])
 
-    def _play(self, step: Answer) -> list[Emitted]:
+    def emit(self, step: Answer) -> list[Emitted]:
+        """The ids that a step of the script stands for, its closer included, up to an exception.
+        It plays nothing."""
         parts = [step] if isinstance(step, str | Think | Call | Raw | Exception) else list(step)
         output: list[Emitted] = []
         items = [Item("user", text="?")]
