@@ -135,20 +135,27 @@ class NamedJsonCalls:
 @dataclass(frozen=True)
 class TaggedCalls:
     """A name, then parameters between tags. A value that reads as JSON other than a string is that
-    value; schemas may coerce it later."""
+    value; schemas may coerce it later. `open` and `close` are the tags around a parameter, `end`
+    the tag that follows the last one, '' where nothing does."""
 
     head: re.Pattern[str]
     parameter: re.Pattern[str]
-    close: str  # the tag that ends a value
+    open: str
+    close: str
+    end: str
 
     def parse(self, unit: str) -> ParsedCall | None:
         match = self.head.search(unit)
         if match is None:
             return None
-        arguments = {
-            pair["key"]: _as_value(pair["value"])
-            for pair in self.parameter.finditer(unit, match.end("name"))
-        }
+        arguments: dict[str, object] = {}
+        position = match.end("name")
+        for pair in self.parameter.finditer(unit, position):
+            arguments[pair["key"]] = _as_value(pair["value"])
+            position = pair.end()
+        rest = unit[position:]
+        if self.open in rest or self.end not in rest:
+            return None  # a parameter or the call itself is unfinished
         return ParsedCall(match["name"], arguments)
 
     def name_so_far(self, unit: str) -> str | None:
@@ -161,8 +168,7 @@ class TaggedCalls:
         if match is None:
             return False
         rest = unit[match.end("name") :]
-        rest = rest[rest.rfind(self.close) + len(self.close) :] if self.close in rest else rest
-        return self.parameter.search(rest + self.close) is not None
+        return self.open in rest[rest.rfind(self.close) + 1 :]
 
 
 def _as_value(text: str) -> object:
@@ -248,7 +254,10 @@ def _tagged(pair: str, name: str, number: int) -> CallFormat | None:
         _loose(opened) + r"(?P<key>[^<>\"]+?)" + _edge(middle) + r"(?P<value>.*?)" + _edge(closed),
         re.DOTALL,
     )
-    return TaggedCalls(head, parameter, closed.strip())
+    last = sentinel("value", number + 1)
+    tags = re.findall(r"<[^<>]+>", pair[pair.index(last) + len(last) :].replace(closed, "", 1))
+    end = tags[0] if tags else ""
+    return TaggedCalls(head, parameter, opened.strip(), closed.strip(), end)
 
 
 def _edge(literal: str) -> str:
