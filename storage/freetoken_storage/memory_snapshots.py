@@ -61,19 +61,27 @@ class MemorySnapshots:
         self._size_bytes = 0
 
     def put(self, snapshots: Sequence[Snapshot]) -> None:
-        infos = [snapshot_info(snapshot) for snapshot in snapshots]
+        infos = {snapshot.digest: snapshot_info(snapshot) for snapshot in snapshots}
         with self._life.write():
-            for snapshot, info in zip(snapshots, infos, strict=True):
+            new = {s.digest: s for s in snapshots if s.digest not in self._entries}
+            entries = {
+                digest: _Entry(
+                    infos[digest], {name: bytes(buffer) for name, buffer in s.buffers.items()}
+                )
+                for digest, s in new.items()
+            }
+            self._make_room(sum(entry.size_bytes for entry in entries.values()), snapshots)
+            for snapshot in snapshots:
                 if snapshot.digest in self._entries:
                     self._use(snapshot.digest)
-                    continue
-                buffers = {name: bytes(buffer) for name, buffer in snapshot.buffers.items()}
-                entry = _Entry(info, buffers)
-                self._make_room(entry.size_bytes, snapshots)
-                self._entries[snapshot.digest] = entry
-                self._size_bytes += entry.size_bytes
-                if info.parent is not None:
-                    self._children.setdefault(info.parent, set()).add(snapshot.digest)
+                else:
+                    self._add(snapshot.digest, entries[snapshot.digest])
+
+    def _add(self, digest: bytes, entry: _Entry) -> None:
+        self._entries[digest] = entry
+        self._size_bytes += entry.size_bytes
+        if entry.info.parent is not None:
+            self._children.setdefault(entry.info.parent, set()).add(digest)
 
     def reader(self) -> AbstractContextManager[MemoryReader]:
         return self._reader()

@@ -135,6 +135,8 @@ class StoredSnapshots:
                 if txn.get(keys.record(digest)) is not None:
                     delete_record(txn, digest, load_or_none(txn, digest))
                     removed += 1
+        if removed:
+            self._release_pages()
         return removed
 
     def children(self, digest: bytes) -> list[bytes]:
@@ -288,10 +290,14 @@ class StoredSnapshots:
             if victims is None:
                 return False
             delete_victims(txn, victims)
-        # LMDB reuses pages one commit after the one that freed them.
+        self._release_pages()
+        return True
+
+    def _release_pages(self) -> None:
+        """A small commit after one that deleted: LMDB reuses pages one commit later, and until then
+        a put would grow the file."""
         with self._environment.write() as txn:
             save_counters(txn, load_counters(txn))
-        return True
 
     def _attempt(
         self, write: Callable[[Transaction], None], needed_bytes: int, protected: set[bytes]
