@@ -17,6 +17,8 @@ import freetoken_runtime
 import freetoken_storage
 from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_agent.cli.main import app
+from freetoken_runtime.state import digest
+from freetoken_storage import keys, values
 from freetoken_storage.errors import FreetokenError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,6 +162,20 @@ def test_the_error_table_is_the_error_tree() -> None:
     rows = re.findall(r"^\| ((?:`\w+` ?)+)\|", (ROOT / "docs" / "errors.md").read_text(), re.M)
     listed = [code for row in rows for code in re.findall(r"`(\w+)`", row)]
     assert sorted(listed) == sorted(codes)
+
+
+def test_the_store_format_page_names_every_key_and_limit() -> None:
+    """Oracle: the constants of the storage. Each kind of key is in the table of its database."""
+    page = (ROOT / "docs" / "store-format.md").read_text()
+    sessions, states = page.split("## Keys of `")[1:]
+    both = {keys.FORMAT, keys.COUNTERS, keys.PIECE}
+    of_sessions = {*keys.SESSION_KINDS, keys.META, keys.NAME} | both
+    of_states = {keys.RECORD, keys.CHILD, keys.USE, keys.CHUNK, keys.WRITING, keys.OWNER} | both
+    for text, expected in ((sessions, of_sessions), (states, of_states)):
+        listed = re.findall(r"^\| `(\w)`", text, re.M)
+        assert sorted(listed) == sorted(kind.decode() for kind in expected)
+    assert f"{values.PAYLOAD_BYTES:,} bytes" in page
+    assert f"d({digest.BLOCK})" in page
 
 
 def subclasses(root: type[FreetokenError]) -> Iterator[type[FreetokenError]]:

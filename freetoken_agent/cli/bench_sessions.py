@@ -209,7 +209,7 @@ def _edit_under_load(
     prefilled.start()
     while flushed.is_alive() or prefilled.is_alive():
         started = time.perf_counter()
-        edit = edited.replace(target, words(random.Random(len(commits_ms))))
+        edit = edited.replace(target, words(random.Random(f"edit {len(commits_ms)}")))
         commits_ms.append(1e3 * (time.perf_counter() - started))
         started = time.perf_counter()
         edited.plan()
