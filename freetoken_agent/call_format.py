@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .sentinels import sentinel
+from .sentinels import PATTERN, sentinel
 
 _DECODER = json.JSONDecoder(strict=False)  # models write raw newlines inside strings
 
@@ -121,7 +121,7 @@ class NamedJsonCalls:
         found = _read_object(unit, match.end())
         if found is None or unit[match.end() : unit.find("{", match.end())].strip():
             return None
-        return ParsedCall(match["name"], found[0])
+        return ParsedCall(match["name"], found[0], match["id"])
 
     def name_so_far(self, unit: str) -> str | None:
         match = self.pattern.search(unit)
@@ -219,45 +219,69 @@ def _as_arguments_quietly(text: str) -> object:
 
 
 def _loose(literal: str) -> str:
-    """A literal as a pattern in which any blanks match any blanks."""
-    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", literal))
+    """A literal as a pattern in which any blanks match any blanks, and any number any number
+    (some formats count their calls)."""
+    words = (re.sub(r"\d+", r"\\d+", re.escape(word)) for word in re.split(r"\s+", literal))
+    return r"\s*".join(words)
 
 
 def _named(unit: str, name: str, brace: int) -> CallFormat:
+    """`before` name `between` {; the id may stand in between, or before the name."""
     start = unit.index(name)
-    before = unit[max(0, unit.rfind("\n", 0, start)) : start].lstrip()
-    before = re.sub(r"Z[cnikvs][0-9a-f]{6}Z", "", before)
+    before = PATTERN.sub("", unit[max(0, unit.rfind("\n", 0, start)) : start]).lstrip()
     between = unit[start + len(name) : brace]
-    between = re.split(r"Z[cnikvs][0-9a-f]{6}Z", between)[0]
-    return NamedJsonCalls(re.compile(_loose(before) + r"(?P<name>[^\s<>{}\"]+?)" + _loose(between)))
+    ident = PATTERN.search(between)
+    if ident is None:
+        pattern = r"(?P<id>(?!))?" + _loose(between)
+    else:
+        pattern = rf"(?:{_loose(between[: ident.start()])}(?P<id>[^\s<>\[\]\"]+?))?" + _loose(
+            between[ident.end() :]
+        )
+    return NamedJsonCalls(re.compile(_loose(before) + r"(?P<name>[^\s<>{}\[\]\":]+?)" + pattern))
 
 
-def _tagged(pair: str, name: str, number: int) -> CallFormat | None:
+def _tagged(unit: str, name: str, number: int) -> CallFormat | None:
+    """Reads the tags off a unit with two arguments."""
     key, value = sentinel("key", number), sentinel("value", number)
-    second = sentinel("key", number + 1)
-    if any(part not in pair for part in (name, key, value, second)):
+    second, last = sentinel("key", number + 1), sentinel("value", number + 1)
+    if any(part not in unit for part in (name, key, value, second, last)):
         return None
-    after_name = pair[pair.index(name) + len(name) : pair.index(key)]
-    middle = pair[pair.index(key) + len(key) : pair.index(value)]
-    joint = pair[pair.index(value) + len(value) : pair.index(second)]
+    start = unit.rindex(name, 0, unit.index(key))
+    after_name = _between(unit[start:], name, key)
+    joint = _between(unit, value, second)
     tag = joint.rfind("<")
     if tag < 0 or not after_name.endswith(joint[tag:]):
         return None
     opened, closed = joint[tag:], joint[:tag].rstrip()
-    before = pair[: pair.index(name)]
-    before = before[max(0, before.rfind("\n")) :].lstrip()
-    after = after_name[: len(after_name) - len(opened)].rstrip()
-    head = re.compile(
-        _loose(before) + r"(?P<name>[^\s<>\"]+?)" + (_loose(after) if after else r"\s")
+    before = unit[:start]
+    before = before[before.rfind("\n") + 1 :]
+    after = after_name.removesuffix(opened).rstrip()
+    head = _loose(before) + r"(?P<name>[^\s<>\"]+?)" + (_loose(after) or r"(?=[\s<])")
+    middle = re.sub(r'="[^"]*"', '="\x00"', _between(unit, key, value))  # types differ by value
+    parameter = (
+        _loose(opened)
+        + r"(?P<key>[^<>\"]+?)"
+        + _edge(middle).replace("\x00", r'[^"<>]*')
+        + r"(?P<value>.*?)"
+        + _edge(closed)
     )
-    parameter = re.compile(
-        _loose(opened) + r"(?P<key>[^<>\"]+?)" + _edge(middle) + r"(?P<value>.*?)" + _edge(closed),
-        re.DOTALL,
+    end = _first_tags(unit[unit.index(last) + len(last) :].removeprefix(closed), closed)
+    return TaggedCalls(
+        re.compile(head), re.compile(parameter, re.DOTALL), opened.strip(), closed.strip(), end
     )
-    last = sentinel("value", number + 1)
-    tags = re.findall(r"<[^<>]+>", pair[pair.index(last) + len(last) :].replace(closed, "", 1))
-    end = tags[0] if tags else ""
-    return TaggedCalls(head, parameter, opened.strip(), closed.strip(), end)
+
+
+def _between(text: str, left: str, right: str) -> str:
+    start = text.index(left) + len(left)
+    return text[start : text.index(right, start)]
+
+
+def _first_tags(text: str, elsewhere: str) -> str:
+    """The shortest run of tags at the start that does not occur elsewhere; '' if there is none."""
+    for match in re.finditer(r"<[^<>]+>", text):
+        if text[: match.end()].strip() not in elsewhere:
+            return text[: match.end()].strip()
+    return ""
 
 
 def _edge(literal: str) -> str:

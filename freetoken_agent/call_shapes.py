@@ -40,17 +40,26 @@ class _Sight:
 def learn_call_shapes(grammar: Grammar, stops: Sequence[str]) -> tuple[CallShape, ...]:
     """The shapes of a call, longest slots first; () if the template does not show calls whole.
     `stops`: literals of tokens that end a turn; a unit ends before them."""
-    sights = [sight for items in _CONTEXTS for sight in _sights(grammar, items)]
+    opener = opener_after_user(grammar)
+    sights = [sight for items in _CONTEXTS for sight in _sights(grammar, items, opener)]
     shapes = []
     for slots in dict.fromkeys(sight.slots for sight in sights):
         if not {"name", "key", "value"} <= set(slots):
             return ()
         shape = _shape(slots, [sight for sight in sights if sight.slots == slots])
-        shapes.append(replace(shape, tail=_before_closer(shape.tail, _closing(grammar), stops)))
+        shapes.append(
+            replace(shape, tail=_before_closer(shape.tail, closing_after_text(grammar), stops))
+        )
     return tuple(sorted(shapes, key=lambda shape: -len(shape.slots)))
 
 
-def _sights(grammar: Grammar, items: Sequence[Item]) -> list[_Sight]:
+def opener_after_user(grammar: Grammar) -> str:
+    """The generation opener after a user's message."""
+    rendering = grammar.skeleton([_USER], DEFAULT_OPTIONS, generation=True)
+    return rendering.text[rendering.extent([_USER], 0)[1] :]
+
+
+def _sights(grammar: Grammar, items: Sequence[Item], opener: str) -> list[_Sight]:
     try:
         text = grammar.skeleton(items, DEFAULT_OPTIONS).text
     except TemplateUnsupported:
@@ -68,7 +77,7 @@ def _sights(grammar: Grammar, items: Sequence[Item]) -> list[_Sight]:
         sights.append(
             _Sight(
                 tuple(mark.slot for mark in own),
-                text[left:start],
+                text[left:start].removeprefix(opener),  # never part of a call
                 text[end:right],
                 any(m.start == right and m.number == index + 1 and m.slot in slots for m in marks),
             )
@@ -106,7 +115,7 @@ def _whole_tags_before(text: str) -> str:
     return (text[: match.start()] if match else text).rstrip()
 
 
-def _closing(grammar: Grammar) -> str:
+def closing_after_text(grammar: Grammar) -> str:
     """What the template writes after an answer."""
     items = [_USER, _TEXT]
     rendering = grammar.skeleton(items, DEFAULT_OPTIONS)

@@ -40,16 +40,23 @@ class Marker:
         return cls(core, target, literal[:at], literal[at + len(core) :])
 
     @classmethod
-    def of_call(cls, gap: str, head: str) -> "Marker | None":
-        """The first tag of what precedes a call, or the whole head where there is no tag: short,
-        because models vary what follows."""
+    def of_call(cls, gap: str, head: str, others: Sequence[str] = ()) -> "Marker | None":
+        """The first tags of what precedes a call, as many as `others`, which may stand in the same
+        place, do not begin with; the whole head where there is no tag. Short, because models vary
+        what follows."""
         literal = gap + head
         core = literal.lstrip()
         if not core or not head.strip():
             return None
-        match = _TAG.match(core)
+        end = 0
+        while match := _TAG.match(core, end):
+            end = match.end()
+            if not any(other.lstrip().startswith(core[:end]) for other in others):
+                break
+        else:
+            end = len(core.rstrip())
         return cls(
-            match[0] if match else core.rstrip(),
+            core[:end],
             "call",
             lead=literal[: -len(core)],
             unit=_first_tag(head) if gap.strip() else "",
@@ -66,7 +73,9 @@ def _first_tag(text: str) -> str:
 class Markup:
     """Markers by what the model is writing when they may come, and how calls are read.
 
-    `call_end`: the literal that ends a unit, '' where only its JSON does.
+    `call_end`: the literal that ends a unit, '' where only its JSON does. `skip_after_call`:
+    literals that close a section of calls; `blanks`: what the model writes before a text that
+    begins the turn. Both stay in gaps.
     """
 
     start: tuple[Marker, ...]
@@ -75,13 +84,14 @@ class Markup:
     after_call: tuple[Marker, ...]
     calls: CallFormat | None
     call_end: str
-    skip_after_call: tuple[str, ...] = ()  # section closers: they stay in gaps
+    skip_after_call: tuple[str, ...] = ()
+    blanks: str = ""
 
 
 @dataclass(frozen=True)
 class Gaps:
     """Texts of gaps in short skeletons; None where the template refuses. `opener` is the
-    generation opener after a user's message."""
+    generation opener after a user's message, `closing` what ends the turn after a text."""
 
     opener: str
     to_text: str | None
@@ -92,6 +102,7 @@ class Gaps:
     text_to_call: str | None
     call_to_call: str | None
     call_to_result: str | None
+    closing: str
     head: str
     tail: str
 
@@ -102,8 +113,7 @@ def learn_markup(gaps: Gaps, calls: CallFormat | None) -> Markup:
     text_open = _written(gaps.opener, gaps.to_text)
     if think_open and text_open.strip().startswith(think_open.strip()):
         text_open = ""  # an empty thought before the answer: read as a thought
-    begin_thought = Marker.of(think_open, "thinking")
-    start = [begin_thought, Marker.of(text_open, "text")]
+    start = [Marker.of(think_open, "thinking"), Marker.of(text_open, "text")]
     text: list[Marker | None] = []
     thinking: list[Marker | None] = []
     after_call: list[Marker | None] = []
@@ -111,22 +121,22 @@ def learn_markup(gaps: Gaps, calls: CallFormat | None) -> Markup:
     if closer is not None:
         thinking.append(Marker.of(closer, "text"))
     if calls is not None:
-        if gaps.to_call is not None:
-            start.append(Marker.of_call(_written(gaps.opener, gaps.to_call), gaps.head))
         if gaps.text_to_call is not None:
-            text.append(Marker.of_call(gaps.text_to_call, gaps.head))
+            text.append(Marker.of_call(gaps.text_to_call, gaps.head, [gaps.closing]))
+        start.append(_call_at_start(gaps, [think_open, text_open], text))
         if gaps.thinking_to_call is not None:
             thinking.append(_call_after_thought(gaps))
         if gaps.call_to_call is not None:
             after_call.append(Marker.of_call(gaps.call_to_call, gaps.head))
     return Markup(
-        start=_known(start),
+        start=_known([*start, *text]),
         text=_known(text),
         thinking=_known(thinking),
         after_call=_known(after_call),
         calls=calls,
         call_end=_call_end(gaps.tail),
         skip_after_call=_section_closers(gaps),
+        blanks="" if text_open.strip() else text_open,
     )
 
 
@@ -143,6 +153,19 @@ def _written(opener: str, gap: str | None) -> str:
     return gap[len(opener) :]
 
 
+def _call_at_start(
+    gaps: Gaps, others: Sequence[str], in_text: Sequence[Marker | None]
+) -> Marker | None:
+    """A call that begins the turn, where its marker is not the one that follows a text: what
+    stands before that one may be an empty thought, which is read as a thought."""
+    if gaps.to_call is None:
+        return None
+    written = _written(gaps.opener, gaps.to_call)
+    if any(marker is not None and marker.core in written + gaps.head for marker in in_text):
+        return None
+    return Marker.of_call(written, gaps.head, others)
+
+
 def _call_after_thought(gaps: Gaps) -> Marker | None:
     """A call directly after a thought, where the closer differs from the one before an answer."""
     assert gaps.thinking_to_call is not None
@@ -154,8 +177,11 @@ def _call_after_thought(gaps: Gaps) -> Marker | None:
 
 
 def _call_end(tail: str) -> str:
-    tags = _TAG.findall(tail)
-    return tags[-1] if tags else ""
+    """The shortest run of tags at the end of a unit that it holds only once; '' without tags."""
+    for match in reversed(list(_TAG.finditer(tail))):
+        if tail.count(tail[match.start() :]) == 1:
+            return tail[match.start() :]
+    return ""
 
 
 def _section_closers(gaps: Gaps) -> tuple[str, ...]:

@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 
 from .call_format import CallFormat, learn_call_format
+from .call_shapes import closing_after_text, opener_after_user
 from .dialect import SentinelFill
 from .errors import TemplateUnsupported
 from .frames import Grammar
@@ -15,7 +16,7 @@ from .sentinels import sentinel
 
 def find_markup(grammar: Grammar) -> Markup:
     """The markers that a model writes, from short skeletons."""
-    opener = _opener(grammar)
+    opener = opener_after_user(grammar)
     shape = grammar.calls[0] if grammar.calls else None
     return learn_markup(
         Gaps(
@@ -29,18 +30,12 @@ def find_markup(grammar: Grammar) -> Markup:
             text_to_call=_gap(grammar, [USER, TEXT, CALL]),
             call_to_call=_gap(grammar, [USER, CALL, OTHER_CALL]),
             call_to_result=_gap(grammar, [USER, CALL, RESULT]),
+            closing=closing_after_text(grammar),
             head=shape.head if shape else "",
             tail=shape.tail if shape else "",
         ),
         _call_format(grammar),
     )
-
-
-def _opener(grammar: Grammar) -> str:
-    rendering = grammar.skeleton([USER], DEFAULT_OPTIONS, generation=True)
-    extent = rendering.extents[0]
-    assert extent is not None, "a user's message was shown when the dialect was found"
-    return rendering.text[extent[1] :]
 
 
 def _gap(grammar: Grammar, items: Sequence[Item], index: int = -1) -> str | None:
@@ -73,4 +68,6 @@ def _call_format(grammar: Grammar) -> CallFormat | None:
     extent = rendering.extents[1]
     if extent is None:
         return None
-    return learn_call_format(rendering.text[extent[0] : extent[1]], 1, pair)
+    start, end = extent
+    after = len(rendering.text) - end
+    return learn_call_format(rendering.text[start:end], 1, pair[start : len(pair) - after])

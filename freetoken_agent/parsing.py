@@ -91,7 +91,9 @@ class StreamParser:
         self._unit = 0  # where the call begins, once its literal was seen
         self._unit_literal = ""
         self._prior_end = 0  # where the content before the call ends
-        self._trail = ""  # blanks of the last marker that may still come
+        # blanks of the last marker, or of the opener, that may still come
+        self._trail = self._markup.blanks if kind == "text" else ""
+        self._ended = False  # nothing more can complete a marker
         self._calls = 0
         self._call_started = False
         self._events: list[ParseEvent] = []
@@ -106,6 +108,7 @@ class StreamParser:
     def finish(self, reason: FinishReason) -> list[ParseEvent]:
         """What is left. Ids of an unfinished marker and of blanks alone belong to no content."""
         self._tape.flush()
+        self._ended = True
         while self._step():
             pass
         partial = reason != "stop"
@@ -158,14 +161,24 @@ class StreamParser:
         if not stripped:
             return False
         at = self._begin + len(rest) - len(stripped)
+        if not self._ended and any(marker.core.startswith(stripped) for marker in markers):
+            return any(marker.core == stripped for marker in markers) and self._at_marker(
+                markers, at
+            )
+        if not self._at_marker(markers, at):
+            self._mode = "text"
+        return True
+
+    def _at_marker(self, markers: Sequence[Marker], at: int) -> bool:
+        """Enter the longest marker that stands at `at`, unless a longer one may still come."""
+        rest = self._tape.text[at:]
         for marker in markers:
-            if stripped.startswith(marker.core):
+            if rest.startswith(marker.core):
                 self._enter(marker, self._begin, at)
                 return True
-        if any(marker.core.startswith(stripped) for marker in markers):
-            return False
-        self._mode = "text"
-        return True
+            if not self._ended and marker.core.startswith(rest):
+                return False
+        return False
 
     def _skip_closer(self) -> bool:
         rest = self._tape.text[self._begin :]
@@ -188,6 +201,9 @@ class StreamParser:
             self._search = max(self._search, len(text) - _longest(markers) + 1)
             return False
         at, marker = min(hits, key=lambda hit: (hit[0], -len(hit[1].core)))
+        longer = (other.core for other in markers if len(other.core) > len(marker.core))
+        if not self._ended and any(core.startswith(text[at:]) for core in longer):
+            return False
         end = at
         for blank in reversed(marker.lead):
             if end > self._begin and text[end - 1] == blank:
@@ -396,6 +412,7 @@ class _Tape:
             calls=markup.calls,
             call_end=self._spell(markup.call_end),
             skip_after_call=tuple(map(self._spell, markup.skip_after_call)),
+            blanks=markup.blanks,
         )
 
     def _spell_markers(self, markers: Sequence[Marker]) -> tuple[Marker, ...]:

@@ -36,8 +36,9 @@ _DAY_S = 86_400.0
 
 def closers(grammar: Grammar, tokenizer: Tokenizer) -> frozenset[int]:
     """Ids that end an assistant turn: the tokenizer's stop ids, and the control token that the
-    template writes first after an answer."""
+    template writes first after an answer, unless it also stands inside a turn."""
     found = set(tokenizer.stop_ids)
+    inside = _inside_turns(grammar, tokenizer)
     for items in ([USER, ANSWER], [USER, ANSWER, USER]):
         try:
             rendering = grammar.skeleton(items, DEFAULT_OPTIONS)
@@ -45,9 +46,24 @@ def closers(grammar: Grammar, tokenizer: Tokenizer) -> frozenset[int]:
             continue
         end = None if len(items) == 2 else rendering.extent(items, 2)[0]
         ids = tokenizer.encode_frame(rendering.text[rendering.extent(items, 1)[1] : end].lstrip())
-        if ids and tokenizer.is_control(ids[0]):
+        if ids and tokenizer.is_control(ids[0]) and ids[0] not in inside:
             found.add(ids[0])
     return frozenset(found)
+
+
+def _inside_turns(grammar: Grammar, tokenizer: Tokenizer) -> set[int]:
+    """Control ids between the contents of one assistant turn, and in its calls."""
+    inside: set[int] = set()
+    for turn in ([THOUGHT, ANSWER], [THOUGHT, CALL], [TEXT, CALL], [CALL, OTHER_CALL]):
+        try:
+            rendering = grammar.skeleton([USER, *turn], DEFAULT_OPTIONS)
+        except TemplateUnsupported:
+            continue
+        first, last = rendering.extents[1], rendering.extents[2]
+        if first is not None and last is not None:
+            ids = tokenizer.encode_frame(rendering.text[first[0] : last[1]])
+            inside.update(filter(tokenizer.is_control, ids))
+    return inside
 
 
 def examine(
