@@ -8,6 +8,7 @@ error code, never a signal.
 import errno
 import os
 import resource
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import lmdb
 
 from .audit import audit_at_opening
-from .errors import StorageError, StoreDamaged, StoreFull, StoreReadOnly, WriteFailed
+from .errors import StorageError, StoreDamaged, StoreForked, StoreFull, StoreReadOnly, WriteFailed
 from .locks import Gate
 from .pages import read_header
 
@@ -25,20 +26,24 @@ LOCK_FILE = "lock.mdb"
 MAP_BYTES = 1 << 40  # costs nothing; growing a map under an open reader is a crash
 MAX_READERS = 510
 LOCK_FILE_BYTES = 40_960  # 64 a reader, and a head
+ALREADY_OPEN = "already open in this process"
 FULL_DISK_BYTES = 1 << 20  # with less than this free, an I/O error at a write is a full disk
 
 
 class LmdbTransaction:
     """`transactions.Transaction` over one LMDB transaction."""
 
-    def __init__(self, txn: Any) -> None:
+    def __init__(self, txn: Any, gate: Gate) -> None:
         self._txn = txn
+        self._gate = gate
 
     def get(self, key: bytes) -> memoryview | None:
+        self._gate.check()  # a forked child may have inherited us in the middle of a block
         value: memoryview | None = self._txn.get(key)
         return value
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        self._gate.check()
         with self._txn.cursor() as cursor:
             if not (cursor.set_range(prefix) if prefix else cursor.first()):
                 return
@@ -92,6 +97,7 @@ class LmdbEnvironment:
         self._env: Any = None
         self._panicked = False
         self.open(audit=audit)
+        _opened.add(self)
 
     def open(self, *, audit: bool = False) -> None:
         """Check the file, then map it. StoreDamaged names the file."""
@@ -112,15 +118,30 @@ class LmdbEnvironment:
                 create=False,
                 metasync=self._sync_header,
                 lock=self._table,
+                # A kept transaction would keep its slot in the table of readers, and closing the
+                # environment in a forked child would then clear the parent's. None is faster, too.
+                max_spare_txns=0,
             )
             self._panicked = False
             self.reap_readers()
         except lmdb.Error as error:
+            if ALREADY_OPEN in str(error):
+                raise StoreForked(
+                    "the store was in use in the parent process at the moment of the fork()",
+                    value=str(self._folder),
+                    remedy="open it in a process that was started anew",
+                ) from error
             raise self._translate(error) from error
 
     def close(self) -> None:
         """The caller sees to it that no thread is inside."""
         self._env.close()
+
+    def close_inherited(self) -> None:
+        """In a child that fork() made: give the file back, so that the child may open it. Not where
+        a transaction was open at that moment: ending it here would end the parent's."""
+        if self._gate.is_idle():
+            self._env.close()
 
     @property
     def page_bytes(self) -> int:
@@ -144,8 +165,13 @@ class LmdbEnvironment:
 
     @contextmanager
     def read(self) -> Iterator[LmdbTransaction]:
-        with self._gate, self._translating(), self._env.begin(buffers=True) as txn:
-            yield LmdbTransaction(txn)
+        with self._gate, self._translating():
+            txn = self._env.begin(buffers=True)
+            try:
+                yield LmdbTransaction(txn, self._gate)
+            finally:
+                if not self._gate.inherited:
+                    txn.abort()
 
     @contextmanager
     def write(self) -> Iterator[LmdbTransaction]:
@@ -160,12 +186,16 @@ class LmdbEnvironment:
             with self._gate.alone():
                 self.close()
                 self.open()
-        with (
-            self._gate,
-            self._translating(),
-            self._env.begin(write=True, buffers=True) as txn,
-        ):
-            yield LmdbTransaction(txn)
+        with self._gate, self._translating():
+            txn = self._env.begin(write=True, buffers=True)
+            try:
+                yield LmdbTransaction(txn, self._gate)
+                self._gate.check()
+            except BaseException:
+                if not self._gate.inherited:
+                    txn.abort()
+                raise
+            txn.commit()
 
     @contextmanager
     def _translating(self) -> Iterator[None]:
@@ -222,3 +252,14 @@ def _reserve_lock_file(folder: Path) -> None:
             os.posix_fallocate(descriptor, 0, LOCK_FILE_BYTES)
     finally:
         os.close(descriptor)
+
+
+_opened: weakref.WeakSet[LmdbEnvironment] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for environment in list(_opened):
+        environment.close_inherited()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -166,6 +166,8 @@ class Gate:
             self._inside[thread] = self._inside.get(thread, 0) + 1
 
     def leave(self) -> None:
+        if self.inherited:
+            return
         thread = threading.get_ident()
         with self._condition:
             self._inside[thread] -= 1
@@ -177,6 +179,10 @@ class Gate:
     def inherited(self) -> bool:
         """Whether this process got the gate through fork()."""
         return os.getpid() != self._pid
+
+    def is_idle(self) -> bool:
+        """Whether nobody is inside or alone; takes no lock, for use in a forked child."""
+        return not self._inside and self._alone is None
 
     def check(self) -> None:
         """StoreForked, StoreClosed."""
