@@ -81,6 +81,7 @@ class TemplateReport:
     parallel_calls: bool = True
     moves_system: bool = False  # a later system message does not stay in its place
     dated: bool = False
+    thinking_switch: bool = False  # `thinking=` changes the generation opener
     notes: tuple[str, ...] = ()
 
 

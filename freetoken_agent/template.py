@@ -9,7 +9,6 @@ report    what it does beyond frames                   template_report.py
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from .contents import ContentSource, find_transforms
 from .dialect import THINK_OPEN, write_tags
@@ -21,7 +20,7 @@ from .jinja import JinjaTemplate
 from .markup import Markup
 from .markup_probes import find_markup
 from .probes import find_dialect
-from .template_report import PATHS, closers, examine
+from .template_report import PATHS, closers, examine, thinking_options
 from .tokenizer import Tokenizer, encode_mixed
 
 __all__ = [
@@ -134,7 +133,8 @@ class ChatFormat:
     ) -> Opener:
         """What stands between the last item and what the model writes next: the generation opener,
         or the closer of a finished thought. Empty when the last content goes on. `thinking`
-        switches thinking on or off where the template can (see the report)."""
+        switches thinking on or off where the template can (`report.thinking_switch`); where
+        thoughts are inlined, True begins one."""
         last = items[-1] if items else None
         if last is not None and (last.partial or (last.kind == "text" and last.open)):
             return Opener("", (), "thinking" if last.kind == "thinking" else "text")
@@ -142,8 +142,7 @@ class ChatFormat:
             gap = self._after_thought(items, options)
             return Opener(_text(gap), self._encode(gap), "text")
         if thinking is not None:
-            switch = {"enable_thinking": thinking, "thinking": thinking}
-            options = replace(options, variables={**options.variables, **switch})
+            options = thinking_options(options, thinking)
         gap = self._gaps.opener(items, options)
         begins = self._begins_thought(items, _text(gap), options)
         if thinking and not begins and self._report.fallback_thinking:

@@ -30,6 +30,7 @@ PATHS: Sequence[Sequence[Item]] = (
     [SYSTEM, USER, TEXT, CALL, RESULT, ANSWER, USER, ANSWER],
     [USER, CALL, OTHER_CALL, RESULT, OTHER_RESULT, ANSWER, USER],
     [TOOLS, USER, THOUGHT, CALL, RESULT, THOUGHT, OTHER_CALL, OTHER_RESULT, ANSWER],
+    [USER, CALL, RESULT, OTHER_CALL, OTHER_RESULT, ANSWER, USER],
 )
 _DAY_S = 86_400.0
 
@@ -81,6 +82,7 @@ def examine(
         parallel_calls=renders(grammar, [USER, CALL, OTHER_CALL, RESULT, OTHER_RESULT]),
         moves_system=not renders(grammar, [USER, ANSWER, SYSTEM, USER]),
         dated=_is_dated(grammar),
+        thinking_switch=_switches_thinking(grammar),
     )
     notes = [*_role_notes(grammar, report), *_frame_notes(grammar, report, windows)]
     notes += [
@@ -110,6 +112,22 @@ def _is_dated(grammar: Grammar) -> bool:
     return False
 
 
+def _switches_thinking(grammar: Grammar) -> bool:
+    """Whether asking for thinking or against it changes the generation opener."""
+    openers = set()
+    for thinking in (True, False):
+        options = thinking_options(DEFAULT_OPTIONS, thinking)
+        rendering = grammar.skeleton([USER], options, generation=True)
+        openers.add(rendering.text[rendering.extent([USER], 0)[1] :])
+    return len(openers) == 2
+
+
+def thinking_options(options: Options, thinking: bool) -> Options:
+    """The options with thinking switched, by each of the names that templates give it."""
+    switch = {"enable_thinking": thinking, "thinking": thinking}
+    return replace(options, variables={**options.variables, **switch})
+
+
 def _text(grammar: Grammar, items: Sequence[Item], options: Options = DEFAULT_OPTIONS) -> str:
     try:
         return grammar.skeleton(items, options).text
@@ -132,6 +150,8 @@ def _role_notes(grammar: Grammar, report: TemplateReport) -> list[str]:
     notes = []
     if report.fallback_thinking:
         notes.append("it has no thinking: thoughts are inlined as <think>…</think>")
+    if report.thinking_switch:
+        notes.append("thinking can be switched on and off")
     if not grammar.dialect.calls:
         notes.append(
             "it has no calls: they are inlined as <tool_call>{json}</tool_call>, and results are "
