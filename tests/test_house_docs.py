@@ -2,6 +2,7 @@
 """What the documents say is so: links lead somewhere, programs run, commands exist."""
 
 import importlib
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import freetoken_agent
 import freetoken_runtime
 import freetoken_storage
+from freetoken_agent import LocalModel, Model, Session, Store
 from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_agent.cli.main import app
 from freetoken_runtime.state import digest
@@ -25,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-WITH_PROGRAMS = [page for page in DOCUMENTS if "\n```python\n" in page.read_text()]
+# The README's program is run as the example that it is.
+WITH_PROGRAMS = [page for page in DOCUMENTS[1:] if "\n```python\n" in page.read_text()]
 
 
 def name(path: Path) -> str:
@@ -148,6 +151,33 @@ def test_every_command_is_documented() -> None:
         assert group.typer_instance is not None
         for command in group.typer_instance.registered_commands:
             assert re.search(rf"[ |]{command.name}\b", page), command.name
+
+
+# What the layers above call on a session or model; users do not.
+INTERNAL = {
+    "Session": {"begin_generation", "history_thinking", "restore_pins"},
+    "Store": {"create_with", "models"},
+    "LocalModel": set(dir(Model)) | {"engine"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "handle"), [(Session, "s"), (Store, "store"), (LocalModel, "model")]
+)
+def test_the_api_page_names_what_there_is(kind: type, handle: str) -> None:
+    """Every public attribute is on the page, every name on the page is an attribute, and keyword
+    arguments that the page shows are parameters."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(rf"\b{handle}\.(\w+)", page))
+    public = {name for name in dir(kind) if not name.startswith("_")}
+    assert named <= public
+    assert public - INTERNAL[kind.__name__] - {"load"} <= named
+    for name, arguments in re.findall(rf"`(?:await )?{handle}\.(\w+)\(([^`]*)\)", page):
+        parameters = inspect.signature(getattr(kind, name)).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            continue
+        for keyword in re.findall(r"(\w+)=", arguments):
+            assert keyword in parameters, f"{name}({keyword}=…)"
 
 
 def test_the_error_table_is_the_error_tree() -> None:
