@@ -21,6 +21,7 @@ from .errors import (
 )
 from .gguf_header import GgufHeader, TensorInfo, read_header
 from .spec import (
+    MAX_LAYERS,
     AttentionSpec,
     FactorScaling,
     LayerSpec,
@@ -148,7 +149,7 @@ def _read_spec(file: Path, header: GgufHeader, stored: np.ndarray) -> ModelSpec:
         architecture="llama",
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
-        layers=(LayerSpec(mixer, mlp),) * fields.whole("llama.block_count"),
+        layers=(LayerSpec(mixer, mlp),) * fields.whole("llama.block_count", maximum=MAX_LAYERS),
         norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon", 1e-5),
         tied_head="output.weight" not in tensors,
         context_limit=context,
@@ -181,10 +182,10 @@ class _Fields:
             raise WeightsDamaged(f"weight file {self._file} has no metadata {key!r}")
         return value
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def whole(self, key: str, default: int | None = None, *, maximum: int = 2**31 - 1) -> int:
         value = self._value(key, default)
-        if not isinstance(value, int) or value < 1:
-            raise UnsupportedConfig(f"{self._file}: {key}", value=value, limit="a positive integer")
+        if not isinstance(value, int) or not 1 <= value <= maximum:
+            raise UnsupportedConfig(f"{self._file}: {key}", value=value, limit=f"1 to {maximum}")
         return value
 
     def number(self, key: str, default: float) -> float:

@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 
+from .errors import UnsupportedConfig
+
+MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class BufferSpec:
@@ -105,6 +109,16 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedConfig(
+                "the number of attention heads must be a multiple of num_key_value_heads",
+                value=self.num_heads,
+                limit=self.num_kv_heads,
+            )
+        if self.head_dim % 2:
+            raise UnsupportedConfig("head_dim must be even for rope", value=self.head_dim)
 
     @property
     def scale(self) -> float:

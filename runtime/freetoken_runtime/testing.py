@@ -52,16 +52,22 @@ class ListState:
         self.length += len(ids)
 
 
-def batch_of(parts: Sequence[tuple[ListState, Sequence[int]]], forms: Sequence[Form]) -> Batch:
-    """One pass over the next ids of each sequence, each sequence a row group of its own."""
+def batch_of(
+    parts: Sequence[tuple[Any, Sequence[int]]], forms: Sequence[Form], *, share_few: bool = False
+) -> Batch:
+    """One pass over the next ids of each (state, ids), MANY first. Rows of several sequences share
+    a group in the MANY form, and with `share_few` in the FEW form too."""
     ids: list[int] = []
     positions: list[int] = []
-    sequences, groups = [], []
+    sequences: list[SequenceRows] = []
+    groups: list[RowGroup] = []
     for (state, new), form in zip(parts, forms, strict=True):
         start, stop = len(ids), len(ids) + len(new)
         ids += new
         positions += range(state.length, state.length + len(new))
         sequences.append(SequenceRows(state, start, stop))
+        if groups and groups[-1].form is form and (share_few or form is Form.MANY):
+            start = groups.pop().start
         groups.append(RowGroup(start, stop, form))
     return Batch(torch.tensor(ids), torch.tensor(positions), sequences, groups)
 
@@ -107,10 +113,11 @@ def build_gguf(file: Path, model: Any, kinds: Mapping[str, str]) -> dict[str, to
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
     dequantised = {}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stored = _gguf_name(name)
+        stored = names.get_name(name, (".weight", ".bias"))
         rows = parameter.detach().numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         count = next((heads[part] for part in heads if part in name), None)
@@ -127,12 +134,6 @@ def build_gguf(file: Path, model: Any, kinds: Mapping[str, str]) -> dict[str, to
     writer.write_tensors_to_file()
     writer.close()
     return dequantised
-
-
-def _gguf_name(name: str) -> str:
-    mapped = get_tensor_name_map(MODEL_ARCH.LLAMA, 64).get_name(name, (".weight", ".bias"))
-    assert mapped is not None, name
-    return str(mapped)
 
 
 def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:

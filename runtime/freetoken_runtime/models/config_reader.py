@@ -48,13 +48,13 @@ class ConfigReader:
         """Whether the key is there, be it null."""
         return key in self._config
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def whole(self, key: str, default: int | None = None, *, maximum: int = 2**31 - 1) -> int:
         """A positive integer; required without a default."""
         value = self.get(key, default)
         if value is None:
             raise UnsupportedConfig(f"config key {key!r} is missing", remedy="complete config.json")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UnsupportedConfig(f"config key {key!r}", value=value, limit="a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
+            raise UnsupportedConfig(f"config key {key!r}", value=value, limit=f"1 to {maximum}")
         return value
 
     def number(self, key: str, default: float) -> float:

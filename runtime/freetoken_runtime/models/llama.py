@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UnsupportedConfig
-from ..spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from ..spec import MAX_LAYERS, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from .config_reader import ConfigReader
 from .rope_config import read_rope
 
@@ -20,7 +20,7 @@ def read_llama(config: Mapping[str, Any]) -> ModelSpec:
     reader = ConfigReader(config)
     family = str(config["model_type"])
     context = reader.whole("max_position_embeddings", DEFAULT_CONTEXT[family])
-    layers = reader.whole("num_hidden_layers")
+    layers = reader.whole("num_hidden_layers", maximum=MAX_LAYERS)
     reader.require("hidden_act", "silu", "swish")
     _refuse_window(reader, family, context)
     layer = LayerSpec(_read_attention(reader, family, context), _read_mlp(reader, family))
@@ -42,12 +42,6 @@ def _read_attention(reader: ConfigReader, family: str, context: int) -> Attentio
     # Null means one per head; where the key is absent, only llama's default is that.
     null = family == "llama" or reader.has("num_key_value_heads")
     kv_heads = reader.whole("num_key_value_heads", heads if null else None)
-    if heads % kv_heads:
-        raise UnsupportedConfig(
-            "num_attention_heads must be a multiple of num_key_value_heads",
-            value=heads,
-            limit=kv_heads,
-        )
     if family == "qwen3":
         head_dim = reader.whole("head_dim", 128)
     elif reader.get("head_dim") is None and hidden % heads:

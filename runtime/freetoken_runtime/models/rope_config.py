@@ -14,8 +14,6 @@ SUPPORTED_KINDS = ("default", "linear", "llama3", "yarn")
 
 def read_rope(config: ConfigReader, head_dim: int, context_limit: int) -> RopeSpec:
     """The rope of every layer. UnsupportedConfig names a kind or key that is not implemented."""
-    if head_dim % 2:
-        raise UnsupportedConfig("head_dim must be even for rope", value=head_dim)
     theta = config.number("rope_theta", 10_000.0)
     config.require("rope_interleaved", False)
     config.require("partial_rotary_factor", 1)
