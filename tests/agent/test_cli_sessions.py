@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from freetoken_agent import LocalModel, Session, Store
 from freetoken_agent.catalog import pulled
+from freetoken_agent.cli.doctor import check_store
 from freetoken_agent.cli.main import app
 from freetoken_agent.testing import Call, ScriptedModel, Step, Think
 
@@ -167,6 +168,47 @@ def test_purge_removes_the_bytes(talk: Bench) -> None:
     report = talk.report("sessions", "purge", "talk", target)
     assert report["scrubbed"] and report["num_nodes"] == 1
     assert not any(canary in path.read_bytes() for path in talk.folder.rglob("*.mdb"))
+
+
+def test_verify_counts_and_finds_a_flipped_byte(talk: Bench) -> None:
+    """A whole store has no fault; with one stored text altered it has, and the exit status says
+    so."""
+    report = talk.report("sessions", "verify")
+    assert report["faults"] == [] and report["counts"]["sessions"] == 2
+    data = talk.folder / "sessions" / "data.mdb"
+    data.write_bytes(data.read_bytes().replace(b"Be brief.", b"Be bRief."))
+    result = talk.run("sessions", "verify", "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["faults"]
+    check = check_store(talk.folder)
+    assert check.status == "fault" and check.remedy
+
+
+def test_doctor_says_that_a_store_is_whole(talk: Bench) -> None:
+    """And that there is none yet."""
+    assert check_store(talk.folder).status == "ok"
+    assert "2 sessions" in check_store(talk.folder).found
+    assert "none yet" in check_store(talk.folder / "absent").found
+
+
+def test_gc_shrinks_the_files_and_keeps_every_word(talk: Bench) -> None:
+    """Oracle: sizes on disk and the paths. With --keep-states 0 every state goes."""
+    talk.chat("3+3?")
+    talk.edit(lambda s: s.append("user", "x" * 200_000))
+    with Store(talk.folder) as store:
+        store.delete("other")
+    before = talk.look()
+    size = sum(path.stat().st_size for path in talk.folder.rglob("data.mdb"))
+    talk.edit(lambda s: s.undo())
+    report = talk.report("sessions", "gc")
+    assert report["compacted"] and report["after"]["sessions"] <= report["before"]["sessions"]
+    assert talk.look() == before[:-1]
+    report = talk.report("sessions", "gc", "--keep-states", "0")
+    assert talk.report("sessions", "verify")["counts"]["snapshots"] == 0
+    assert report["states_dropped"] > 0
+    assert sum(path.stat().st_size for path in talk.folder.rglob("data.mdb")) < size
+    talk.report("sessions", "undo", "talk", "--redo")
+    assert talk.look() == before
 
 
 @pytest.mark.parametrize(
