@@ -36,22 +36,24 @@ def keep_live_states(txn: Transaction) -> Keep:
     """What readable snapshot records lead to, pins and counters. Chunks of blobs that were never
     finished, and whatever hung on a damaged record, stay behind."""
     blobs: set[int] = set()
-    digests: set[bytes] = set()
+    stamps: dict[bytes, int] = {}
     for key in [key for key, _ in txn.scan(keys.RECORD)]:
         try:
             stored = load_record(txn, key[1:])
         except StoreDamaged:
             continue
         if stored is not None:
-            digests.add(key[1:])
+            stamps[key[1:]] = stored.stamp
             blobs.add(stored.blob)
 
     def keep(key: bytes) -> bool:
         kind = key[:1]
         if kind == keys.CHUNK:
             return keys.first_number(key) in blobs
-        if kind in (keys.RECORD, keys.CHILD, keys.USE):
-            return key[-keys.DIGEST_BYTES :] in digests
+        if kind == keys.USE:
+            return stamps.get(keys.tail(key)) == keys.first_number(key)
+        if kind in (keys.RECORD, keys.CHILD):
+            return key[-keys.DIGEST_BYTES :] in stamps
         return kind != keys.WRITING
 
     return keep

@@ -84,6 +84,8 @@ def choose(txn: Transaction, needed_bytes: int, protected: set[bytes]) -> list[V
         if digest in chosen:
             continue
         stored = load_or_none(txn, digest)
+        if stored is not None and stored.stamp != stamp:
+            continue  # left behind by a damaged record that was written anew
         chosen[digest] = Victim(digest, stamp, stored)
         freed_bytes += footprint(0 if stored is None else stored.size_bytes)
         if freed_bytes >= needed_bytes:

@@ -201,9 +201,10 @@ class StoredSnapshots:
         def write(txn: Transaction) -> None:
             counters = load_counters(txn)
             for snapshot, info in group:
-                if txn.get(keys.record(snapshot.digest)) is not None:
+                if load_or_none(txn, snapshot.digest) is not None:
                     counters = restamp(txn, snapshot.digest, counters)
                     continue
+                delete_record(txn, snapshot.digest, None)  # if there is one, it is damaged
                 put_chunks(txn, counters.blob, 0, cut(snapshot))
                 stored = Stored(info, counters.blob, counters.stamp)
                 save_record(txn, snapshot.digest, stored)
@@ -233,7 +234,7 @@ class StoredSnapshots:
         def finish(txn: Transaction) -> None:
             counters = load_counters(txn)
             txn.delete(keys.writing(blob))
-            if txn.get(keys.record(snapshot.digest)) is not None:  # another process was faster
+            if load_or_none(txn, snapshot.digest) is not None:  # another process was faster
                 delete_chunks(txn, blob)
                 save_counters(txn, restamp(txn, snapshot.digest, counters))
                 return
@@ -260,7 +261,7 @@ class StoredSnapshots:
         needed_bytes = 0
         with self._environment.read() as txn:
             for snapshot, info in group:
-                if txn.get(keys.record(snapshot.digest)) is None:
+                if load_or_none(txn, snapshot.digest) is None:
                     needed_bytes += footprint(sum(info.sizes.values()))
                 protected.add(snapshot.digest)
                 protected.update(ancestors(txn, snapshot.parent, protected))
