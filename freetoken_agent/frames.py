@@ -88,10 +88,14 @@ class Grammar:
                 strings.append(mark)
             else:
                 marks.setdefault(mark.number, []).append(mark)
-        return tuple(
-            self._extent(text, item, marks.get(index, []), strings)
-            for index, item in enumerate(items)
-        )
+        extents: list[Extent | None] = []
+        for index, item in enumerate(items):
+            if item.kind == "tools" and item.text.strip() in ("", "[]"):
+                before = extents[-1] if extents else (0, 0)
+                extents.append(before and (before[1], before[1]))  # nothing, where it would be
+            else:
+                extents.append(self._extent(text, item, marks.get(index, []), strings))
+        return tuple(extents)
 
     def _extent(
         self, text: str, item: Item, marks: Sequence[Mark], strings: Sequence[Mark]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from .contents import ContentSource, find_transforms
 from .dialect import THINK_OPEN, write_tags
 from .errors import TemplateUnsupported
-from .frames import Part
+from .frames import Grammar, Part
 from .gaps import GapSource, windows_hold
 from .items import DEFAULT_OPTIONS, Item, Kind, Opener, Options, Piece, TemplateReport
 from .jinja import JinjaTemplate
@@ -43,6 +43,7 @@ class ChatFormat:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        grammar: Grammar,
         gaps: GapSource,
         contents: ContentSource,
         markup: Markup,
@@ -50,6 +51,7 @@ class ChatFormat:
         closers: frozenset[int],
     ) -> None:
         self._tokenizer = tokenizer
+        self._grammar = grammar
         self._gaps = gaps
         self._contents = contents
         self._markup = markup
@@ -70,12 +72,18 @@ class ChatFormat:
 
         return cls(
             tokenizer,
+            grammar,
             GapSource(grammar, windows=windows),
             ContentSource(grammar, transforms, has_controls),
             find_markup(grammar),
             examine(grammar, template_source, transforms, windows=windows),
             closers(grammar, tokenizer),
         )
+
+    @property
+    def grammar(self) -> Grammar:
+        """The template with its dialect; renders skeletons."""
+        return self._grammar
 
     @property
     def report(self) -> TemplateReport:
