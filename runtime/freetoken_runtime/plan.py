@@ -10,6 +10,7 @@ from .spec import ModelSpec
 
 _FP32 = 4
 _BLOCK = 64  # tokens of a stored block; one is staged while restoring, one while writing
+_UNCOUNTED_BYTES = 32 << 20  # measured: allocator slack, thread stacks, a store's dirty pages
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def plan_memory(
 
 def working_bytes(spec: ModelSpec, config: ResolvedConfig) -> int:
     """An upper bound of what passes allocate: a chunk's activations in the widest layer, logits of
-    a full batch, one dequantised matrix, blocks under way to and from disk."""
+    a full batch, one dequantised matrix, blocks under way to and from disk, and what a process
+    holds beyond what anyone counts."""
     widest = 0
     matrix = 0
     for layer in spec.layers:
@@ -60,4 +62,4 @@ def working_bytes(spec: ModelSpec, config: ResolvedConfig) -> int:
     logits = 3 * config.max_batch * spec.vocab_size * _FP32
     dequantised = matrix * _FP32 if config.quant or config.dtype != "float32" else 0
     blocks = 4 * _BLOCK * spec.bytes_per_token(_FP32)
-    return activations + logits + dequantised + blocks
+    return activations + logits + dequantised + blocks + _UNCOUNTED_BYTES

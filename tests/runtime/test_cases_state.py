@@ -102,13 +102,13 @@ def cycles(engine: Engine, count: int) -> None:
 
 def test_c25_append_and_delete_in_cycles(make_engine: EngineMaker) -> None:
     """Ten cycles of 3,100 ids in a budget that holds two: the base's logits never change."""
-    cycles(make_engine(prefill_chunk=512, ram_budget_bytes=11 << 20), 10)
+    cycles(make_engine(prefill_chunk=512, ram_budget_bytes=43 << 20), 10)
 
 
 @pytest.mark.slow
 def test_c25_append_and_delete_in_100_cycles(make_engine: EngineMaker) -> None:
     """The same, 100 cycles."""
-    cycles(make_engine(prefill_chunk=512, ram_budget_bytes=11 << 20), 100)
+    cycles(make_engine(prefill_chunk=512, ram_budget_bytes=43 << 20), 100)
 
 
 def test_c28_the_same_prompt_twice_and_one_token(make_engine: EngineMaker) -> None:
