@@ -3,27 +3,32 @@
 
 The environment equals the one that `transformers` renders chat templates with (trimmed blocks,
 `loopcontrols`, `{% generation %}`, a `tojson` that escapes no HTML), plus limits: a rendering may
-not exceed `MAX_OUTPUT` characters or `MAX_CPU_S` seconds of its thread's CPU time. Every refusal,
-the template's own `raise_exception` included, is a TemplateUnsupported.
+not exceed `MAX_OUTPUT` characters or `MAX_CPU_S` seconds of its thread's CPU time, nor build a
+longer string on the way. Every refusal, the template's own `raise_exception` included, is a
+TemplateUnsupported.
 """
 
+import functools
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from datetime import UTC, datetime
 from typing import Any
 
 import jinja2
-import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.visitor import NodeTransformer
 
 from .errors import TemplateUnsupported
 
 MAX_OUTPUT = 64 << 20  # characters
 MAX_CPU_S = 20.0
+MAX_BITS = 1 << 20  # of a number
 
 
 class _Generation(Extension):
@@ -31,13 +36,37 @@ class _Generation(Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Watched(NodeTransformer):
+    """Puts a tick at the head of every loop and macro, and watches `~`."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.body.insert(0, _tick_at(node.lineno))
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+        self.generic_visit(node)
+        node.body.insert(0, _tick_at(node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
+        self.generic_visit(node)
+        name = nodes.Name("_concat", "load", lineno=node.lineno)
+        return nodes.Call(name, node.nodes, [], None, None, lineno=node.lineno)
+
+
+def _tick_at(line: int) -> nodes.ExprStmt:
+    name = nodes.Name("_tick", "load", lineno=line)
+    return nodes.ExprStmt(nodes.Call(name, [], [], None, None, lineno=line), lineno=line)
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox with a tick at the head of every loop body and a bound on built strings."""
+    """The sandbox, with bounds on time and on what strings and numbers may grow to."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -46,14 +75,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         self.limit = threading.local()  # deadline_s of the rendering on this thread
+        self.globals.update(raise_exception=_raise_exception, _tick=self.tick, _concat=_concat)
+        self.filters["tojson"] = _tojson
+        for name in _GROWING & self.filters.keys():
+            self.filters[name] = _bounded(name, self.filters[name])
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all(jinja2.nodes.For)):
-            tick = jinja2.nodes.Call(
-                jinja2.nodes.Name("_tick", "load"), [], [], None, None, lineno=loop.lineno
-            )
-            loop.body.insert(0, jinja2.nodes.ExprStmt(tick, lineno=loop.lineno))
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Watched().visit(super()._parse(source, name, filename))
         return tree
 
     def tick(self) -> None:
@@ -64,13 +92,78 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 remedy="use another chat template",
             )
 
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        receiver = getattr(function, "__self__", None)
+        if isinstance(receiver, str):
+            _check_growth(function.__name__, receiver, [*args, *kwargs.values()])
+        return super().call(context, function, *args, **kwargs)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator in ("*", "**"):
+        if operator == "%" and isinstance(left, str):
+            _check_growth("format", left, [right])
+        elif operator == "+" and isinstance(left, str) and isinstance(right, str):
+            _check_size(len(left) + len(right))
+        elif operator in ("*", "**"):
             _check_product(operator, left, right)
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, str) and len(result) > MAX_OUTPUT:
-            raise _too_long()
-        return result
+        return super().call_binop(context, operator, left, right)
+
+
+_GROWING = frozenset(
+    "center ljust rjust zfill indent wordwrap replace join format expandtabs".split()
+)
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that first checks what it is asked to make."""
+    skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context comes first
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        value, *others = args[skipped:]
+        if name == "join":  # the filter's receiver is the list
+            value, others = (str(others[0]) if others else ""), [value]
+        if isinstance(value, str):
+            _check_growth(name, value, [*others, *kwargs.values()])
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _check_growth(name: str, text: str, arguments: Sequence[Any]) -> None:
+    """Refuse a string method or filter whose result would be huge."""
+    if name == "replace" and len(arguments) >= 2 and isinstance(arguments[1], str):
+        _check_size(len(text) + text.count(str(arguments[0])) * len(arguments[1]))
+    elif name == "join" and arguments and isinstance(arguments[0], Sized):
+        _check_size(len(text) * len(arguments[0]))
+    elif name == "format" and re.search(r"\d{7}", text):
+        raise _too_long()
+    elif name in _GROWING:
+        widths = [value for value in arguments if isinstance(value, int)]
+        _check_size(max(widths, default=0) * (1 + text.count("\n") + text.count("\t")))
+
+
+def _check_product(operator: str, left: Any, right: Any) -> None:
+    for value, times in ((left, right), (right, left)):
+        if isinstance(value, str | list | tuple) and isinstance(times, int):
+            _check_size(len(value) * times)
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length()
+        if bits + right.bit_length() > MAX_BITS:
+            raise TemplateUnsupported(
+                "the chat template computes a huge number", limit=f"{MAX_BITS} bits"
+            )
+
+
+def _concat(*values: Any) -> str:
+    """The operator `~`."""
+    texts = [str(value) for value in values]
+    _check_size(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_OUTPUT:
+        raise _too_long()
 
 
 def _too_long() -> TemplateUnsupported:
@@ -79,15 +172,6 @@ def _too_long() -> TemplateUnsupported:
         limit=f"{MAX_OUTPUT} characters",
         remedy="use another chat template or a shorter conversation",
     )
-
-
-def _check_product(operator: str, left: Any, right: Any) -> None:
-    for value, times in ((left, right), (right, left)):
-        if isinstance(value, str | list | tuple) and isinstance(times, int):
-            if len(value) * times > MAX_OUTPUT:
-                raise _too_long()
-    if operator == "**" and isinstance(right, int | float) and abs(right) > 64:
-        raise TemplateUnsupported("the chat template computes a huge power", value=right, limit=64)
 
 
 def _raise_exception(message: str) -> None:
@@ -121,9 +205,6 @@ class JinjaTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._environment = _Environment()
-        self._environment.filters["tojson"] = _tojson
-        self._environment.globals["raise_exception"] = _raise_exception
-        self._environment.globals["_tick"] = self._environment.tick
         self._special_tokens = dict(special_tokens)
         self.uses_clock = "strftime_now" in source
         try:
@@ -156,8 +237,7 @@ class JinjaTemplate:
             for block in self._template.generate(arguments):
                 blocks.append(block)
                 size += len(block)
-                if size > MAX_OUTPUT:
-                    raise _too_long()
+                _check_size(size)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise TemplateUnsupported(
                 "the chat template refuses this conversation",
