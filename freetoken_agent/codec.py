@@ -24,6 +24,7 @@ from .errors import InvalidEdit
 from .path import Body, Place, Tail
 
 VERSION = 1
+_SURROGATES = "surrogatepass"  # a model may write "\\ud800" into the arguments of a call
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ def unpack_session(data: bytes) -> SessionBody:
 def plain(value: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a JSON object. InvalidEdit for anything that JSON does not have."""
     try:
-        copied: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
+        text = json.dumps(dict(value), allow_nan=False, ensure_ascii=False)
+        copied: dict[str, Any] = json.loads(text.encode())
     except (TypeError, ValueError) as error:
         raise InvalidEdit("this must be a JSON object", value=str(error)) from error
     return copied
@@ -218,13 +220,13 @@ class _Reading:
 
 
 def _pack(fields: Mapping[str, Any]) -> bytes:
-    packed: bytes = msgpack.packb({"v": VERSION, **fields}, use_bin_type=True)
+    packed: bytes = msgpack.packb({"v": VERSION, **fields}, unicode_errors=_SURROGATES)
     return packed
 
 
 def _unpack(data: bytes) -> dict[str, Any]:
     try:
-        fields: dict[str, Any] = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        fields: dict[str, Any] = msgpack.unpackb(data, unicode_errors=_SURROGATES)
     except (ValueError, msgpack.UnpackException) as error:
         raise StoreDamaged(
             "a record of the session store is not msgpack",

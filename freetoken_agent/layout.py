@@ -6,11 +6,13 @@ contents. Only runs of slots whose own content or left neighbour changed are lai
 a run the ids of contents that stay are kept, and only their gap is derived anew.
 """
 
+import json
 import secrets
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .errors import UnsupportedContent
 from .items import Item, Kind, Opener, Options, Piece
 from .path import (
     Body,
@@ -62,6 +64,9 @@ class Layout:
 
         Returns `path` itself when nothing changed.
         """
+        for slot in slots:
+            if isinstance(slot, New):
+                _check_text(slot)
         joins = [_joins(path, slots, i) for i in range(len(slots))]
         touched = _touched(path, slots, joins)
         items = _items(slots, joins, tail)
@@ -117,6 +122,20 @@ class Layout:
             source=new.source,
             meta=new.meta,
         )
+
+
+def _check_text(new: New) -> None:
+    """UnsupportedContent for text that no encoder takes: half of a surrogate pair."""
+    arguments = "" if new.arguments is None else json.dumps(new.arguments, ensure_ascii=False)
+    for text in (new.text, new.name or "", new.call_id or "", arguments):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedContent(
+                "the content holds half of a surrogate pair",
+                value=ascii(text[error.start : error.end]),
+                remedy="decode the text again, or replace the character",
+            ) from error
 
 
 def ids_before(places: Sequence[Place]) -> tuple[int, ...]:

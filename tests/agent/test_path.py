@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from freetoken_agent import codec, edits
 from freetoken_agent.byte_tokenizer import ByteTokenizer
-from freetoken_agent.errors import PairingError
+from freetoken_agent.errors import PairingError, UnsupportedContent
 from freetoken_agent.items import Options
 from freetoken_agent.layout import Layout, new_call_id, new_segment_id
 from freetoken_agent.pairing import Pair, open_calls, pairs
@@ -206,6 +206,19 @@ def test_path_hostile_records_are_damage_never_a_crash(data: bytes) -> None:
     for unpack in (codec.unpack_segment, codec.unpack_log, codec.unpack_session):
         with pytest.raises(StoreDamaged):
             unpack(data)
+
+
+def test_path_half_a_surrogate_pair_is_refused_and_storable() -> None:
+    """Oracle: UnsupportedContent for what is to be tokenised; what a model wrote reads back."""
+    for new in (
+        New("user", "a\ud800"),
+        New("tool_call", name="\udfff", arguments={}, call_id="c"),
+        New("tool_call", name="f", arguments={"a": ["\ud800"]}, call_id="c"),
+    ):
+        with pytest.raises(UnsupportedContent):
+            edits.append(LAYOUT, _path(New("user", "u")), [new])
+    body = Body("i", "tool_call", "", "t", (1,), "i", name="f", arguments={"a": "\ud800"})
+    assert codec.unpack_segment(codec.pack_segment(body)) == body
 
 
 def test_path_a_tombstone_is_no_segment() -> None:
