@@ -33,6 +33,8 @@ class EngineConfig:
     prefill_chunk     rows of one prompt that are forwarded in one pass
     max_batch         sequences that decode in one pass
     anchor_interval   tokens between the interior anchors of layers that cannot be sliced
+    hash_cache        a file that remembers the content hashes of weight files; without one they
+                      are hashed at each load
     """
 
     dtype: DType = "auto"
@@ -42,6 +44,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     max_batch: int = 8
     anchor_interval: int = 1024
+    hash_cache: Path | None = None
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
@@ -75,6 +78,7 @@ class ResolvedConfig:
     prefill_chunk: int
     max_batch: int
     anchor_interval: int
+    hash_cache: Path | None
 
 
 def resolve(config: EngineConfig, host: Host) -> ResolvedConfig:
@@ -88,6 +92,7 @@ def resolve(config: EngineConfig, host: Host) -> ResolvedConfig:
         prefill_chunk=config.prefill_chunk,
         max_batch=config.max_batch,
         anchor_interval=config.anchor_interval,
+        hash_cache=config.hash_cache,
     )
 
 

@@ -58,7 +58,9 @@ class Engine:
         self._model = model
         self._config = config
         self.context_limit = spec.context_limit
-        self.fingerprint = _fingerprint(model, config)
+        self.formats = model.formats  # matrix -> how its weights are held
+        self.notes = model.notes  # what was not done as asked, one sentence each
+        self.fingerprint = _fingerprint(model)
         pool = Pool(_layout(model), poison=poison)
         plan = plan_memory(spec, config, model.decoder.size_bytes, config.ram_budget_bytes)
         self._budget = MemoryBudget(plan, pool.meter)
@@ -94,7 +96,9 @@ class Engine:
         RAM, see `attach`. ModelNotFound, UnsupportedArchitecture, UnsupportedConfig, WeightsError,
         BudgetTooSmall."""
         resolved = resolve(config, read_host())
-        model = load(path, dtype=resolved.dtype, quant=resolved.quant)
+        model = load(
+            path, dtype=resolved.dtype, quant=resolved.quant, hash_cache=resolved.hash_cache
+        )
         engine = cls(model, resolved)
         if snapshots is not None:
             engine.attach(snapshots)
@@ -356,13 +360,6 @@ def _layout(model: LoadedModel) -> StateLayout:
     return StateLayout(rows)
 
 
-def _fingerprint(model: LoadedModel, config: ResolvedConfig) -> Fingerprint:
+def _fingerprint(model: LoadedModel) -> Fingerprint:
     """Everything that decides a state; see `digest`."""
-    return fingerprint(
-        {
-            **model.spec.fingerprint_parts(),
-            "weights": model.content_hash,
-            "quantisation": config.quant or config.dtype,
-            "kv_dtype": "float32",
-        }
-    )
+    return fingerprint({**model.fingerprint_parts(), "kv_dtype": "float32"})

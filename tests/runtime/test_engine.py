@@ -53,7 +53,10 @@ def test_generated_tokens_are_the_greedy_ones_of_cold_prefills(make_engine: Engi
         ids.append(token.id)
 
 
-@pytest.mark.parametrize("dtype, quant", [("float32", None), ("bfloat16", None)])
+@pytest.mark.parametrize(
+    "dtype, quant",
+    [("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4")],
+)
 def test_same_seed_same_tokens_alone_and_in_a_batch_of_four(
     make_engine: EngineMaker, dtype: str, quant: str | None
 ) -> None:
