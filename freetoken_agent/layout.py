@@ -166,11 +166,9 @@ def _joins(path: Path, slots: Sequence[Slot], index: int) -> bool:
     left, right = slots[index - 1], slots[index]
     if not both_assistant(left.kind, right.kind):
         return False
-    if isinstance(right, New):
-        return natural(left.kind, right.kind) if right.joins is None else right.joins
-    if _same_neighbour(path, slots, index):
+    if isinstance(right, Place) and _same_neighbour(path, slots, index):
         return right.joins
-    return right.joins or natural(left.kind, right.kind)
+    return bool(right.joins) or natural(left.kind, right.kind)
 
 
 def _touched(path: Path, slots: Sequence[Slot], joins: Sequence[bool]) -> set[int]:

@@ -21,7 +21,8 @@ Tail = Literal["closed", "open", "partial"]
 """The assistant turn at a head: `open` goes on after a complete content (a thought, then the
 answer), `partial` continues the last content itself. `closed` also where no such turn is last."""
 
-# Pairs that belong to one assistant turn even when they were added one by one.
+# Pairs that are one message of the assistant even when they were added one by one, as in
+# items.same_message: a thought, its text, its calls.
 _NATURAL = frozenset(
     (
         ("thinking", "text"),
