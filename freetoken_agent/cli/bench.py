@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from freetoken_agent.catalog import resolve
 from freetoken_runtime.bench.machine import Machine, read_machine
@@ -34,6 +35,8 @@ Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Length of what is 
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 3 if a target is missed.")]
 
 Measure = Callable[[OnTurn], list[Figure]]
+
+_VERDICTS = {True: Text("met", "green"), False: Text("missed", "bold red"), None: Text("")}
 
 
 @dataclass(frozen=True)
@@ -216,14 +219,13 @@ def _view(report: BenchReport) -> Group:
     table = Table("figure", "value", "against", "ratio", "target", "", box=None, pad_edge=False)
     for figure in report.figures:
         against = "" if figure.baseline is None else f"{figure.baseline:,.1f} ({figure.note})"
-        verdict = {True: "[green]met[/]", False: "[bold red]missed[/]", None: ""}[figure.met]
         table.add_row(
             figure.name,
             f"{figure.value:,.1f} {figure.unit}",
             against or figure.note,
             "" if figure.ratio is None else f"{figure.ratio:.3g}",
             _target_text(figure.target),
-            verdict,
+            _VERDICTS[figure.met],
         )
     machine = report.machine
     where = f"{machine.cpu}, {report.threads} threads of {machine.logical_cpus} CPUs"

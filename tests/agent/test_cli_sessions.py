@@ -5,6 +5,7 @@ Oracles are the session's own path and ids, read through the SDK beside the comm
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -310,6 +311,35 @@ def test_two_processes_share_a_conversation_on_smollm2(tmp_path: Path) -> None:
     assert plan["source"] == "disk"
     same = path[0]["frame_tokens"] + path[0]["num_tokens"] + path[1]["frame_tokens"]
     assert plan["reused_tokens"] >= same
+
+
+@pytest.mark.smollm2
+def test_an_interrupt_keeps_what_was_written_and_the_chat_goes_on(tmp_path: Path) -> None:
+    """SIGINT while the real model writes: the partial answer is stored, the next line works."""
+    if "smollm2" not in [model.name for model in pulled()]:
+        pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
+    command = [sys.executable, "-u", "-m", "freetoken_agent.cli", "chat", "c", "--store"]
+    with subprocess.Popen(
+        [*command, str(tmp_path / "store"), "--max-tokens", "2000"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=0,
+    ) as chat:
+        assert chat.stdin is not None and chat.stdout is not None
+        try:
+            chat.stdin.write("Write a long story about a dragon and a clockmaker.\n")
+            shown = chat.stdout.read(len("/help lists the commands\n") + 40)
+            chat.send_signal(signal.SIGINT)
+            rest, errors = chat.communicate("/plan\n/quit\n", timeout=120)
+        finally:
+            chat.kill()
+    assert "stopped; /go continues" in rest and " tokens: reuse " in rest, (shown, rest, errors)
+    assert "Traceback" not in errors
+    path = json.loads(cli("sessions", "show", "c", "--json", "--store", str(tmp_path / "store")))
+    assert [s["kind"] for s in path["segments"]] == ["user", "text"]
+    assert 0 < path["segments"][1]["num_tokens"] < 1999
 
 
 def cli(*arguments: str, stdin: str | None = None) -> str:
