@@ -197,6 +197,8 @@ def _frame_notes(grammar: Grammar, report: TemplateReport, windows: bool) -> lis
         notes.append(
             "it frames the last answer otherwise than earlier ones (as with an empty thought)"
         )
+    if len(grammar.calls) > 1:
+        notes.append("it writes a call otherwise once something follows it")
     if _tools_move(grammar):
         notes.append("it moves the tools along with the last user message: they stay in place here")
     between = _gap(grammar, [USER, CALL, OTHER_CALL, RESULT, OTHER_RESULT], 4)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real chat templates: docs/templates.md is current and says what the acceptance asks for."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
+from freetoken_agent.errors import TemplateUnsupported
+from freetoken_agent.template import ChatFormat, Item
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT.parent / "shared" / "templates"
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="the folder of real templates, ../shared/templates, is not here"
+)
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    """docs/templates_table.py as a module."""
+    spec = importlib.util.spec_from_file_location(
+        "templates_table", ROOT / "docs/templates_table.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows(table: ModuleType) -> list[Any]:
+    return list(table.study_all(FOLDER))
+
+
+def test_the_table_in_docs_is_current(table: ModuleType, rows: list[Any]) -> None:
+    """Oracle: the generator's output now, whose own oracle is transformers' rendering."""
+    written = (ROOT / "docs/templates.md").read_text(encoding="utf-8")
+    assert written == table.markdown(rows), "run `python docs/templates_table.py` again"
+
+
+def test_at_least_38_templates_are_equal_on_all_they_accept(
+    table: ModuleType, rows: list[Any]
+) -> None:
+    """Oracle: the acceptance figure; and none is unequal in the first column."""
+    assert len(rows) == 46 and len(table.CONVERSATIONS) == 12
+    assert sum(table.whole(row, "listed") for row in rows) >= 38
+    unequal = [
+        row.name for row in rows if not table.whole(row, "listed") and table.count(row, "listed")[1]
+    ]
+    assert unequal == []
+
+
+def test_one_by_one_differs_only_where_the_report_says_so(
+    table: ModuleType, rows: list[Any]
+) -> None:
+    """Oracle: the second column: a template that differs there is one that treats the end of a
+    list in its own way, which its report names, or that marks calls by what follows them."""
+    for row in rows:
+        equal, accepted = table.count(row, "stepwise")
+        if equal < accepted:
+            notes = " ".join(row.learned.report.notes)
+            named = ("last answer", "drops earlier", "a call otherwise")
+            assert any(name in notes for name in named), (row.name, notes)
+
+
+def test_what_is_not_accepted_is_named(table: ModuleType, rows: list[Any]) -> None:
+    """Oracle: for each conversation that a template drops, moves or refuses, a sentence of its
+    report or the refusal at load."""
+    needs = {
+        "a thought in history": ("drops earlier", "has no thinking", "before calls only"),
+        "a thought at the end": ("has no thinking", "before calls only", "no system"),
+        "a system text in the middle": ("later system text", "no system role"),
+    }
+    for row in rows:
+        if row.learned is None:
+            assert "refuses" in row.error or "cannot be learned" in row.error
+            continue
+        notes = " ".join(row.learned.report.notes)
+        for title, names in needs.items():
+            if not row.outcomes[title].accepted:
+                assert any(name in notes for name in names), (row.name, title, notes)
+
+
+def test_a_wrong_frame_is_seen(table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the same study with one character more in every gap finds nothing equal."""
+    layout = ChatFormat.layout
+
+    def spoiled(self: ChatFormat, *arguments: Any, **more: Any) -> Any:
+        return [replace(p, gap_text=p.gap_text + "!") for p in layout(self, *arguments, **more)]
+
+    monkeypatch.setattr(ChatFormat, "layout", spoiled)
+    row = table.study(FOLDER / "Qwen-Qwen2.5-7B-Instruct.jinja")
+    assert table.count(row, "listed")[0] == table.count(row, "stepwise")[0] == 0
+    assert table.count(row, "listed")[1] > 0
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jinja")), ids=lambda path: path.stem)
+def test_s55_schemas_and_arguments_hold_no_control_in_any_template(path: Path) -> None:
+    """Oracle: the control ids of the same path with harmless strings. Each template's own control
+    literals are the tokenizer's here, and stand in the description, arguments and result."""
+    source = path.read_text(encoding="utf-8")
+    names = ("<|im_end|>", "<|eot_id|>", "</tool_call>", "<|end|>", "[/INST]")
+    controls = tuple(dict.fromkeys((*CHATML_CONTROLS, *names)))
+    tokenizer = ByteTokenizer(controls, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    try:
+        format = ChatFormat.learn(source, tokenizer)
+    except TemplateUnsupported:
+        pytest.skip("this template cannot be learned; the table says why")
+
+    def held(evil: str) -> list[list[int]]:
+        schema = {
+            "type": "function",
+            "function": {
+                "name": "look_up",
+                "description": f"Look {evil} up.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"word": {"type": "string", "description": f"A {evil}."}},
+                    "required": ["word"],
+                },
+            },
+        }
+        tools = Item("tools", json.dumps([schema]))
+        turn = [
+            Item("user", f"say {evil}"),
+            Item("tool_call", name="look_up", arguments={"word": evil}, call_id="aaaaaaaa1"),
+            Item("tool_result", f"it is {evil}", name="look_up", call_id="aaaaaaaa1"),
+        ]
+        pieces = format.layout([tools, *turn])
+        return [
+            [i for i in ids if tokenizer.is_control(i)]
+            for piece in pieces
+            for ids in (piece.gap_ids, piece.ids)
+        ]
+
+    assert held(" ".join(names)) == held("heron")
