@@ -12,9 +12,9 @@ from typing import Any
 from . import pairing
 from .errors import InvalidEdit, PairingError
 from .history import match_history
-from .items import ASSISTANT_KINDS, Item, Kind
+from .items import Item, Kind
 from .layout import Layout
-from .path import New, Path, Place, Slot, Tail, natural
+from .path import New, Path, Place, Slot, Tail
 
 KINDS: tuple[Kind, ...] = (
     "system",
@@ -59,7 +59,7 @@ def append(
         slots = [slot for slot in slots if slot.kind != "thinking"]
         news = [new for i, new in enumerate(news) if i > last_user or new.kind != "thinking"]
     first = news[0]
-    if first.joins is None and path.tail != "closed":
+    if path.tail != "closed":
         first = replace(first, joins=True)
     for new in (first, *news[1:]):
         pairing.add(slots, new)
@@ -131,12 +131,15 @@ def insert(layout: Layout, path: Path, position: int, new: New) -> Path:
         raise PairingError(
             "a call and its result are inserted together", value=new.kind, remedy="insert_call()"
         )
+    if new.kind == "system" and position <= path.preamble_length:
+        if "system" not in path.kinds[: path.preamble_length]:
+            return set_preamble(layout, path, "system", new.text)
     if position == len(path.places) and not pairing.open_calls(path.places):
         return append(layout, path, [new])
     pairing.check_gap(path, position)
     _check_preamble(path, position)
     slots: list[Slot] = list(path.places)
-    slots.insert(position, replace(new, joins=_inserted_joins(path, position, new.kind)))
+    slots.insert(position, replace(new, joins=path.places[position].joins))
     return layout.rewrite(path, slots, path.tail)
 
 
@@ -148,8 +151,7 @@ def insert_call(layout: Layout, path: Path, position: int, call: New, text: str)
     if position == len(path.places):
         return append(layout, path, [call, result])
     slots: list[Slot] = list(path.places)
-    joins = _inserted_joins(path, position, "tool_call")
-    slots[position:position] = [replace(call, joins=joins), result]
+    slots[position:position] = [replace(call, joins=path.places[position].joins), result]
     return layout.rewrite(path, slots, path.tail)
 
 
@@ -233,7 +235,7 @@ def _from_item(item: Item, before: Item | None) -> New:
         arguments=item.arguments,
         call_id=item.call_id,
         error=item.error,
-        joins=None if before is None else before.open,
+        joins=before is not None and before.open,
     )
 
 
@@ -258,16 +260,6 @@ def _successor(
         replaces=body,
         meta=body.meta,
     )
-
-
-def _inserted_joins(path: Path, position: int, kind: Kind) -> bool | None:
-    """Inside an assistant turn a new content of the assistant joins it."""
-    if kind not in ASSISTANT_KINDS or position == 0:
-        return None
-    left = path.kinds[position - 1]
-    if position < len(path.places) and path.places[position].joins:
-        return True
-    return natural(left, kind)
 
 
 def _check_preamble(path: Path, position: int) -> None:

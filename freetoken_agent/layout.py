@@ -168,7 +168,7 @@ def _joins(path: Path, slots: Sequence[Slot], index: int) -> bool:
         return False
     if isinstance(right, Place) and _same_neighbour(path, slots, index):
         return right.joins
-    return bool(right.joins) or natural(left.kind, right.kind)
+    return right.joins or natural(left.kind, right.kind)
 
 
 def _touched(path: Path, slots: Sequence[Slot], joins: Sequence[bool]) -> set[int]:

@@ -80,8 +80,8 @@ class Place:
 
 @dataclass(frozen=True)
 class New:
-    """A content to be laid out. `joins` None: decided by its neighbours. `replaces`: the body it
-    takes the place of."""
+    """A content to be laid out. `joins`: it continues the turn of its left neighbour also where
+    that is not natural for the two kinds. `replaces`: the body it takes the place of."""
 
     kind: Kind
     text: str = ""
@@ -89,7 +89,7 @@ class New:
     arguments: Mapping[str, Any] | None = None
     call_id: str | None = None
     error: bool = False
-    joins: bool | None = None
+    joins: bool = False
     replaces: Body | None = None
     source: Source = "caller"
     meta: Mapping[str, Any] = field(default_factory=dict)

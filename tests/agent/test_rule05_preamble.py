@@ -94,6 +94,20 @@ def test_rule05_a_first_system_append_is_the_preamble(store: Store) -> None:
     assert session.find(kind="system")[0].id == segment.id
 
 
+def test_rule05_a_system_inserted_at_the_preamble_is_the_preambles(store: Store) -> None:
+    """Oracle: a session created with that text; the place of system and tools is the template's."""
+    model = ScriptedModel()
+    whole = store.create("whole", model, system="sys", tools=[TOOL])
+    whole.append("user", "hi")
+    session = store.create("s", model, tools=[TOOL])
+    user = session.append("user", "hi")
+    session.insert(before=user, kind="system", content="sys")
+    assert session.ids() == whole.ids()
+    bare = store.create("bare", model)
+    bare.insert(before=bare.append("user", "hi"), kind="system", content="sys")
+    assert _kinds(bare) == ["system", "user"]
+
+
 def test_rule05_a_later_system_text_only_where_the_template_keeps_it(store: Store) -> None:
     """Oracle: the template; a refusal changes nothing."""
     kept = store.create("kept", ScriptedModel(), system="sys")
