@@ -117,6 +117,7 @@ class Engine:
                         remedy="close that store first, or load the model again",
                     )
                 return
+            self._owner.check_open()
             hidden = (self._model.spec.hidden_size, torch.float32)
             disk = DiskStates(snapshots, self.fingerprint, self._pool.layout, hidden)
             persister = Persister(disk, self._history, self._pool.layout.token_bytes)
@@ -132,19 +133,22 @@ class Engine:
     def detach(self) -> None:
         """Write what waits and let go of the store. What is in RAM stays there."""
         with self._store_lock:
-            persister = self._persister
-            if persister is None:
-                return
+            if not self._owner.closed:
+                self._detach()
 
-            def stop() -> None:
-                self._keeper.persist_all()
-                self._keeper.writer = None
-                self._lookup.disk = None
-                self._keeper.forget_persisted()
+    def _detach(self) -> None:
+        persister, self._persister = self._persister, None
+        if persister is None:
+            return
 
-            self._owner.call(stop)
-            persister.close()
-            self._persister = None
+        def stop() -> None:
+            self._keeper.persist_all()
+            self._keeper.writer = None
+            self._lookup.disk = None
+
+        self._owner.call(stop)
+        persister.close()
+        self._owner.call(self._keeper.forget_persisted)
 
     def flush(self) -> None:
         """Return when every state captured so far would survive a power loss. Raises what a write
@@ -273,9 +277,13 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs, write what waits, free the memory. Safe to repeat."""
-        if not self._owner.closed:
-            self.detach()
-        self._owner.close()
+        with self._store_lock:
+            if self._owner.closed:
+                return
+            self._owner.end_requests()
+            self._detach()
+            self._owner.call(self._keeper.clear)
+            self._owner.close()
 
     def __enter__(self) -> Self:
         return self

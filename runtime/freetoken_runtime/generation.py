@@ -76,10 +76,15 @@ class Handover:
 
     def wait(self) -> None:
         """Return when the engine is done with the request. Raises its error, once."""
+        self.wait_done()
+        with self._changed:
+            self._raise()
+
+    def wait_done(self) -> None:
+        """Return when the engine is done with the request, well or not."""
         with self._changed:
             while not self._done:
                 self._changed.wait()
-            self._raise()
 
     def cancel(self) -> None:
         with self._changed:
@@ -144,4 +149,4 @@ class Generation:
         """Cancel, drop what was not read, and wait until the engine has let go."""
         self._handover.cancel()
         self._handover.drop()
-        self._handover.wait()
+        self._handover.wait_done()

@@ -34,7 +34,8 @@ class Owner:
         self._arrived: deque[Task] = deque()
         self._commands: deque[Callable[[], None]] = deque()
         self._woken = False
-        self._closing = False
+        self._refusing = False  # no new requests
+        self._closing = False  # no new commands either
         self._thread = threading.Thread(target=self._run, name="freetoken-engine", daemon=True)
         self._thread.start()
 
@@ -51,7 +52,7 @@ class Owner:
         """Queue a request. EngineClosed."""
         task = Task(request, Handover(plan, self.wake))
         with self._changed:
-            self._check_open()
+            self._check_open(self._refusing)
             self._arrived.append(task)
             self._changed.notify()
         return task
@@ -67,7 +68,7 @@ class Owner:
                 future.set_exception(error)
 
         with self._changed:
-            self._check_open()
+            self._check_open(self._closing)
             self._commands.append(run)
             self._changed.notify()
         return future.result()
@@ -78,16 +79,26 @@ class Owner:
             self._woken = True
             self._changed.notify()
 
-    def close(self) -> None:
-        """End every request as cancelled and stop the thread. Safe to repeat."""
+    def end_requests(self) -> None:
+        """End every request as cancelled and take no more. Commands are still run."""
         with self._changed:
-            self._closing = True
+            self._refusing = True
+        self.call(self._worker.abandon)
+
+    def close(self) -> None:
+        """Stop the thread. Safe to repeat."""
+        with self._changed:
+            self._refusing = self._closing = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _check_open(self) -> None:
-        if self._closing:
+    def check_open(self) -> None:
+        """EngineClosed if it is closed."""
+        self._check_open(self._closing)
+
+    def _check_open(self, closed: bool) -> None:
+        if closed:
             raise EngineClosed("the engine is closed", remedy="load it again")
 
     def _run(self) -> None:

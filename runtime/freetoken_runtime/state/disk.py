@@ -15,6 +15,7 @@ import json
 import logging
 import struct
 import threading
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -180,7 +181,7 @@ class DiskStates:
                     if piece.start + piece.rows > sequence.length:
                         self._restore_piece(reader, piece, sequence, ids)
                         read += self._layout.token_bytes * piece.stored_rows
-            self.snapshots.touch([piece.digest for piece in match.pieces])
+            self.snapshots.touch([match.pieces[-1].digest])  # those above it outlive it
         except (StoreDamaged, KeyError):
             self._discard(
                 next(p.digest for p in match.pieces if sequence.length < p.start + p.rows)
@@ -249,9 +250,12 @@ class DiskStates:
             )
 
     def stored_blocks(self, names: SequenceOf[bytes]) -> int:
-        """How many of the full blocks with these names (d(0) first) are stored."""
+        """How many of the full blocks with these names (d(0) first) are stored; they are in use."""
         with self.snapshots.reader() as reader:
-            return _deepest(reader, names)
+            depth = _deepest(reader, names)
+        if depth:
+            self.snapshots.touch([names[depth]])
+        return depth
 
     def write_block(self, view: PathView, names: SequenceOf[bytes], start: int) -> int:
         """Write the block that begins at `start`, full or up to the path's end; returns the bytes
@@ -263,30 +267,37 @@ class DiskStates:
         ids = as_ids(view.ids[start:stop])
         parent = names[start // BLOCK]
         meta = _META.pack(_BLOCK, start, stop - start) + ids.tobytes()
-        stale = self._shorter(parent, ids, start) if stop - start == BLOCK else []
+        stale = self._shorter(parent, ids, start)
         rows = {name: array.data for name, array in view.copy_rows(start, stop).items()}
         self.snapshots.put([Snapshot(digest, parent, rows, meta)])
         if stale:
             self.snapshots.remove(stale)
         return self._layout.token_bytes * (stop - start)
 
-    def write_anchor(self, ids: Ids, names: SequenceOf[bytes], row: torch.Tensor) -> None:
-        """Write the hidden row at the end of `ids`, whose blocks are there."""
-        position = len(ids)
-        start = position - position % BLOCK
-        name = anchor_digest(digest_at(names, ids, position))
-        meta = _META.pack(_ROW, start, position - start) + as_ids(ids[start:]).tobytes()
-        memory = _memory({"row": row.contiguous()})
-        self.snapshots.put([Snapshot(name, names[start // BLOCK], memory, meta)])
+    def write_anchors(
+        self, ids: Ids, names: SequenceOf[bytes], rows: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Write the hidden rows of these positions, whose blocks are there. `names`: the path's
+        boundaries."""
+        snapshots = []
+        for position, row in sorted(rows.items()):
+            start = position - position % BLOCK
+            name = anchor_digest(digest_at(names, ids, position))
+            if not self.snapshots.contains(name):
+                meta = _META.pack(_ROW, start, position - start) + ids[start:position].tobytes()
+                memory = _memory({"row": row.contiguous()})
+                snapshots.append(Snapshot(name, names[start // BLOCK], memory, meta))
+        if snapshots:
+            self.snapshots.put(snapshots)
 
     def _shorter(self, parent: bytes, ids: Ids, start: int) -> list[bytes]:
-        """Short blocks under `parent` that a full block of these ids makes superfluous."""
+        """Short blocks under `parent` that a block of these ids makes superfluous."""
         found = []
         with self.snapshots.reader() as reader:
             for digest in self.snapshots.children(parent):
                 info = _info(reader, digest)
                 known = None if info is None else _ids_of(info.meta, _BLOCK, start)
-                if known is not None and len(known) < BLOCK:
+                if known is not None and len(known) < len(ids):
                     if shared_rows(known, ids) == len(known):
                         found.append(digest)
         return found

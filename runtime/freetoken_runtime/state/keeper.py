@@ -167,6 +167,11 @@ class StateKeeper:
             self._spaces.tighten(buffer)
         self.evicted += 1
 
+    def clear(self) -> None:
+        """Let every path go: the engine closes."""
+        for resident in self._index:
+            self._remove(resident)
+
     # -- forgetting and pinning
 
     def forget(self, ids: Ids, start: int) -> int:

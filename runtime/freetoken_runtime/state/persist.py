@@ -204,8 +204,8 @@ class Persister:
             self.written_bytes += self._disk.write_block(job.view, names, start)
             start = min(start + BLOCK, len(ids))
             job.resident.persisted_rows = max(job.resident.persisted_rows, start)
-        for position, row in sorted(job.rows.items()):
-            if position <= len(ids) and self._may_go_on(job):
-                self._disk.write_anchor(ids[:position], names, row)
+        if not self._may_go_on(job):
+            return
+        self._disk.write_anchors(ids, names, job.rows)
         self._history.remember(names[1:])
         self._disk.refresh_pins(ids)
