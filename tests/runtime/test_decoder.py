@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from freetoken_runtime.batch import Form
+from freetoken_runtime.kernels.dense_linear.cpu import linear_from_two
 from freetoken_runtime.models.decoder import Decoder
 from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
 from freetoken_runtime.state.sequence import Sequence as Spans
@@ -270,3 +271,24 @@ def test_logits_of_a_row_do_not_depend_on_the_others(llama: Path, forms: dict[st
     for index in range(9):
         assert torch.equal(decoder.logits(rows[index : index + 1])[0], whole[index])
     assert relative(decoder.logits(rows, Form.MANY), whole) < (1e-6 if not forms else 2e-2)
+
+
+def test_where_rows_cannot_batch_they_are_computed_one_by_one(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a GEMM whose rows depend on their number: the decoder must ask for groups of one
+    sequence, and its head must still answer each row as if alone."""
+    from freetoken_runtime.layers import linear as module
+
+    def fickle(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return linear_from_two(x, weight, bias) * (1.0 + 2**-20 * len(x))
+
+    monkeypatch.setattr(module, "is_row_invariant", lambda *shape: False)
+    monkeypatch.setattr(module, "linear_from_two", fickle)
+    decoder = load(llama).decoder
+    assert not decoder.few_rows_batch
+    rows = torch.randn(5, 60)
+    alone = torch.cat([decoder.logits(row) for row in torch.split(rows, 1)])
+    assert torch.equal(decoder.logits(rows), alone)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from freetoken_runtime.models.registry import FAMILIES, read_spec
-from freetoken_runtime.spec import BufferSpec, StateSpec
+from freetoken_runtime.spec import BufferSpec, LinearScaling, StateSpec
 from freetoken_runtime.testing import ODD_DIMENSIONS
 
 LLAMA: dict[str, Any] = {**ODD_DIMENSIONS, "model_type": "llama"}
@@ -69,12 +69,16 @@ def test_c39_a_changed_setting_is_told_by_its_part(change: dict[str, Any], part:
     assert different <= {part, "rope"} if "num_hidden_layers" in change else different == {part}
 
 
+class OtherScaling(LinearScaling):
+    """The same fields, another meaning."""
+
+
 def test_scalings_of_equal_numbers_but_other_kind_differ() -> None:
     """Oracle: two classes with the same fields must not share a digest."""
     spec = read_spec({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}})
     layer = spec.layers[0]
-    plain = replace(layer, mixer=replace(layer.mixer, rope=replace(layer.mixer.rope, scaling=None)))
-    other = replace(spec, layers=(plain,) * 4)
+    rope = replace(layer.mixer.rope, scaling=OtherScaling(2.0))
+    other = replace(spec, layers=(replace(layer, mixer=replace(layer.mixer, rope=rope)),) * 4)
     assert other.fingerprint_parts()["rope"] != spec.fingerprint_parts()["rope"]
 
 
