@@ -23,11 +23,10 @@ from pathlib import Path
 from .errors import StoreDamaged
 from .pages import FIRST_PAGE, NO_PAGE, PAGE, Header, Tree
 
-# Above this many tree pages (about 2 s, 200 MiB of keys and short values) an opening leaves the
-# audit to `verify`; above this many long values it does not read the header of each.
+# An opening audits no more than this: about 2 s, 200 MiB of keys and short values. What is beyond
+# is left to `verify`.
 MAX_TREE_PAGES = 50_000
 MAX_OVERFLOW_HEADERS = 10_000
-PAGES_OF_A_PIECE = 16
 
 FLAG_BRANCH = 0x01
 FLAG_LEAF = 0x02
@@ -39,12 +38,20 @@ _OVERFLOW = struct.Struct("<QHHI")
 _NUMBER = struct.Struct("<Q")
 
 
-def audit_at_opening(path: Path, header: Header) -> None:
-    """Audit a file as far as it is cheap. StoreDamaged."""
-    tree = header.main
-    if tree.branch_pages + tree.leaf_pages <= MAX_TREE_PAGES:
-        few = tree.overflow_pages // PAGES_OF_A_PIECE <= MAX_OVERFLOW_HEADERS
-        PageAudit(path, header, overflow_headers=few).run()
+@dataclass(frozen=True)
+class Limits:
+    """How many pages of trees, and how many first pages of long values, an audit reads."""
+
+    tree_pages: int
+    overflow_headers: int
+
+
+AT_OPENING = Limits(MAX_TREE_PAGES, MAX_OVERFLOW_HEADERS)
+EVERYTHING = Limits(2**63, 2**63)
+
+
+class _LimitReached(Exception):
+    """Enough was read."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +65,20 @@ class LeafNode:
 
 
 class PageAudit:
-    """One pass over the trees of a file. `overflow_headers`: also read the first page of every
-    long value, one read each."""
+    """One pass over the trees of a file."""
 
-    def __init__(self, path: Path, header: Header, *, overflow_headers: bool) -> None:
+    def __init__(self, path: Path, header: Header, limits: Limits) -> None:
         self._path = path
         self._header = header
-        self._overflow_headers = overflow_headers
+        self._limits = limits
         self._claimed = bytearray(header.last_page + 1)
+        self._tree_pages = 0
+        self._overflow_headers = 0
         self._file = -1
 
-    def run(self) -> None:
-        """StoreDamaged names the first page that contradicts another."""
+    def run(self) -> bool:
+        """Whether everything was read. StoreDamaged names the first page that contradicts
+        another."""
         self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._claim(0, FIRST_PAGE, "the header")
@@ -77,8 +86,11 @@ class PageAudit:
                 pass
             for node in self._walk(self._header.free, "free list", _as_number):
                 self._claim_free(node)
+        except _LimitReached:
+            return False
         finally:
             os.close(self._file)
+        return True
 
     def _fault(self, what: str, page: int) -> StoreDamaged:
         return StoreDamaged(f"{self._path}: {what}", value=f"page {page}")
@@ -108,6 +120,9 @@ class PageAudit:
             pending.append((tree.root, tree.depth, None, None))
         while pending:
             number, depth, low, high = pending.pop()
+            self._tree_pages += 1
+            if self._tree_pages > self._limits.tree_pages:
+                raise _LimitReached
             self._claim(number, 1, f"a page of the {name} tree")
             page = self._read(number)
             offsets = self._offsets(page, number, FLAG_LEAF if depth == 1 else FLAG_BRANCH)
@@ -126,7 +141,8 @@ class PageAudit:
         found = (branch_pages, leaf_pages, entries)
         if found != (tree.branch_pages, tree.leaf_pages, tree.entries):
             raise self._fault(f"the {name} tree has other pages than its header says", tree.root)
-        if self._overflow_headers and overflow_pages != tree.overflow_pages:
+        exact = self._overflow_headers < self._limits.overflow_headers
+        if exact and overflow_pages != tree.overflow_pages:
             raise self._fault(f"the {name} tree has other long values than it says", tree.root)
 
     def _offsets(self, page: bytes, number: int, expected_flags: int) -> tuple[int, ...]:
@@ -200,7 +216,9 @@ class PageAudit:
         first = node.overflow_page
         assert first is not None
         count = -(-(PAGE.size + node.size_bytes) // self._header.page_bytes)
-        if self._overflow_headers and first <= self._header.last_page:
+        readable = first <= self._header.last_page
+        if readable and self._overflow_headers < self._limits.overflow_headers:
+            self._overflow_headers += 1
             own_number, _, flags, own_count = _OVERFLOW.unpack_from(self._read(first))
             if own_number != first or flags != FLAG_OVERFLOW or own_count < count:
                 raise self._fault("a long value is not where its key says", first)

@@ -2,6 +2,7 @@
 """How much of the disk the states may use. Sessions are never limited; they only take room away."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from .transactions import Environment
@@ -17,6 +18,15 @@ RESERVE_BYTES = 64 << 20
 RESERVE_SHARE = 10
 
 
+@dataclass(frozen=True)
+class Limit:
+    """Bytes of pages that the states may have in use; `by_disk`: the disk, not the budget, says
+    so."""
+
+    size_bytes: int
+    by_disk: bool
+
+
 class DiskBudget:
     """The limit of the states, from the caller's budget and from the room on the disk."""
 
@@ -28,14 +38,14 @@ class DiskBudget:
         self._sessions = sessions
         self._states = states
 
-    def limit_bytes(self) -> int:
-        """Bytes of pages that the states may have in use now."""
+    def limit(self) -> Limit:
+        """What holds now."""
         disk = os.statvfs(self._folder)
         reserve_bytes = min(RESERVE_BYTES, disk.f_blocks * disk.f_frsize // RESERVE_SHARE)
         growth_bytes = max(0, disk.f_bavail * disk.f_frsize - reserve_bytes)
-        limit_bytes = self._states.file_bytes() + growth_bytes
-        if self._budget_bytes is not None:
-            own_bytes = self._budget_bytes - self._sessions.file_bytes()
-            unused_bytes = own_bytes // FRAGMENTATION_SHARE + FRAGMENTATION_BYTES
-            limit_bytes = min(limit_bytes, own_bytes - unused_bytes)
-        return max(0, limit_bytes)
+        disk_bytes = self._states.file_bytes() + growth_bytes
+        if self._budget_bytes is None:
+            return Limit(disk_bytes, by_disk=True)
+        own_bytes = self._budget_bytes - self._sessions.file_bytes()
+        own_bytes -= own_bytes // FRAGMENTATION_SHARE + FRAGMENTATION_BYTES
+        return Limit(max(0, min(disk_bytes, own_bytes)), by_disk=disk_bytes < own_bytes)

@@ -10,13 +10,14 @@ import os
 import resource
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
-from .audit import audit_at_opening
+from .audit import AT_OPENING, PageAudit
+from .disk_errors import translated
 from .errors import StorageError, StoreDamaged, StoreForked, StoreFull, StoreReadOnly, WriteFailed
 from .locks import Gate
 from .pages import read_header
@@ -27,6 +28,8 @@ MAP_BYTES = 1 << 40  # costs nothing; growing a map under an open reader is a cr
 MAX_READERS = 510
 LOCK_FILE_BYTES = 40_960  # 64 a reader, and a head
 ALREADY_OPEN = "already open in this process"
+AMPLE_BYTES = 64 << 20  # with more room than this nothing is reserved
+RESERVE_BYTES = 128 << 10  # what a commit that deletes a snapshot writes, several times over
 FULL_DISK_BYTES = 1 << 20  # with less than this free, an I/O error at a write is a full disk
 
 
@@ -106,7 +109,7 @@ class LmdbEnvironment:
             raise StoreDamaged(f"{data} is missing", remedy="restore it from a backup")
         header = read_header(data)
         if audit:
-            audit_at_opening(data, header)
+            PageAudit(data, header, AT_OPENING).run()
         if not self.read_only:
             _reserve_lock_file(self._folder)
         try:
@@ -152,6 +155,28 @@ class LmdbEnvironment:
         with self._gate:
             last_page: int = self._env.info()["last_pgno"]
             return (last_page + 1) * self.page_bytes
+
+    def room_bytes(self) -> int:
+        """How much the file can still grow, as the disk and the process's limits allow."""
+        disk = os.statvfs(self._folder)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit_bytes == resource.RLIM_INFINITY:
+            return free_bytes
+        return min(free_bytes, max(0, limit_bytes - self.file_bytes()))
+
+    def reserve(self, growth_bytes: int) -> None:
+        with self._gate:
+            if self.room_bytes() > growth_bytes + AMPLE_BYTES:
+                return
+            data = self._folder / DATA_FILE
+            # Without growth the reserve is only wished for: the free pages of the file may do.
+            tolerated = nullcontext() if growth_bytes else suppress(StoreFull)
+            with tolerated, translated(self._folder), data.open("r+b") as file:
+                allocated_bytes = os.fstat(file.fileno()).st_size
+                missing_bytes = self.file_bytes() + growth_bytes + RESERVE_BYTES - allocated_bytes
+                if missing_bytes > 0:
+                    os.posix_fallocate(file.fileno(), allocated_bytes, missing_bytes)
 
     def sync(self) -> None:
         with self._gate, self._translating():
@@ -225,14 +250,8 @@ class LmdbEnvironment:
         text = str(error)
         if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             return True
-        if os.strerror(errno.EIO) not in text:  # LMDB says so of any write that was cut short
-            return False
-        disk = os.statvfs(self._folder)
-        size_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if size_limit == resource.RLIM_INFINITY:
-            size_limit = MAP_BYTES
-        room_bytes = size_limit - (self._folder / DATA_FILE).stat().st_size
-        return min(disk.f_bavail * disk.f_frsize, room_bytes) < FULL_DISK_BYTES
+        # LMDB calls any write that was cut short an I/O error.
+        return os.strerror(errno.EIO) in text and self.room_bytes() < FULL_DISK_BYTES
 
 
 def create_file(folder: Path) -> None:

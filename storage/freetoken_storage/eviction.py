@@ -2,8 +2,8 @@
 """Which snapshots go when room is needed: least recently used leaves that nobody protects."""
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from . import keys, values
 from .errors import StoreDamaged
@@ -65,54 +65,79 @@ def load_or_none(txn: Transaction, digest: bytes) -> Stored | None:
         return None
 
 
-def choose(txn: Transaction, needed_bytes: int, protected: set[bytes]) -> list[Victim] | None:
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """A snapshot at its place in the order of use: written stamps first, then what was used since,
+    in that order. `stamp` is what its entry in the use index says."""
+
+    unwritten: bool
+    place: int
+    digest: bytes
+    stamp: int = field(compare=False)
+
+
+def choose(
+    txn: Transaction, needed_bytes: int, protected: set[bytes], recent: Sequence[bytes]
+) -> list[Victim] | None:
     """Snapshots to delete, in order, so that at least `needed_bytes` become free; None if there are
-    not enough. Reads only.
+    not enough. Reads only. `recent`: used since the last write, in that order.
 
     One scan over the use index, oldest first, skips whatever has children; a parent whose last
     child was chosen joins through the heap, at its own place in the order of use."""
     keep = protected | load_pins(txn)
+    places = {digest: place for place, digest in enumerate(recent)}
     chosen: dict[bytes, Victim] = {}
-    exposed: list[tuple[int, bytes]] = []
+    exposed: list[_Entry] = []
     freed_bytes = 0
 
     def is_free_leaf(digest: bytes) -> bool:
         return digest not in keep and all(child in chosen for child in children(txn, digest))
 
-    leaves = (entry for entry in _by_use(txn) if is_free_leaf(entry[1]))
-    for stamp, digest in _merge(leaves, exposed):
-        if digest in chosen:
+    leaves = (entry for entry in _by_use(txn, places) if is_free_leaf(entry.digest))
+    for entry in _merge(leaves, exposed):
+        if entry.digest in chosen:
             continue
-        stored = load_or_none(txn, digest)
-        if stored is not None and stored.stamp != stamp:
+        stored = load_or_none(txn, entry.digest)
+        if stored is not None and stored.stamp != entry.stamp:
             continue  # left behind by a damaged record that was written anew
-        chosen[digest] = Victim(digest, stamp, stored)
+        chosen[entry.digest] = Victim(entry.digest, entry.stamp, stored)
         freed_bytes += footprint(0 if stored is None else stored.size_bytes)
         if freed_bytes >= needed_bytes:
             return list(chosen.values())
         parent = None if stored is None else stored.info.parent
         above = None if parent is None else load_or_none(txn, parent)
         if parent is not None and above is not None and is_free_leaf(parent):
-            heapq.heappush(exposed, (above.stamp, parent))
+            heapq.heappush(exposed, _entry(parent, above.stamp, places))
     return None
 
 
-def delete_victims(txn: Transaction, victims: Sequence[Victim]) -> None:
+def delete_victims(txn: Transaction, victims: Sequence[Victim]) -> int:
+    """Delete them; returns about how many bytes that freed."""
     for victim in victims:
         delete_record(txn, victim.digest, victim.stored)
         txn.delete(keys.use(victim.stamp, victim.digest))
+    return sum(footprint(v.stored.size_bytes if v.stored else 0) for v in victims)
 
 
-def _by_use(txn: Transaction) -> Iterator[tuple[int, bytes]]:
-    """(stamp, digest) of every snapshot, least recently used first."""
+def _entry(digest: bytes, stamp: int, places: Mapping[bytes, int]) -> _Entry:
+    unwritten = digest in places
+    return _Entry(unwritten, places[digest] if unwritten else stamp, digest, stamp)
+
+
+def _by_use(txn: Transaction, places: Mapping[bytes, int]) -> Iterator[_Entry]:
+    """Every snapshot, least recently used first."""
     for key, _ in txn.scan(keys.USE):
-        yield keys.first_number(key), keys.tail(key)
+        digest = keys.tail(key)
+        if digest not in places:
+            yield _entry(digest, keys.first_number(key), places)
+    for digest in places:
+        stored = load_or_none(txn, digest)
+        if stored is not None:
+            yield _entry(digest, stored.stamp, places)
 
 
-def _merge(
-    leaves: Iterator[tuple[int, bytes]], exposed: list[tuple[int, bytes]]
-) -> Iterator[tuple[int, bytes]]:
-    """Both sources by stamp; `exposed` is a heap that grows between two steps."""
+def _merge(leaves: Iterator[_Entry], exposed: list[_Entry]) -> Iterator[_Entry]:
+    """Both sources in order; `exposed` is a heap that grows between two steps."""
     for entry in leaves:
         while exposed and exposed[0] < entry:
             yield heapq.heappop(exposed)

@@ -112,6 +112,9 @@ def _parse(path: Path, number: int, page: bytes, page_bytes: int) -> Header:
     if version != DATA_VERSION:
         raise StoreDamaged(f"{path} is of another LMDB version", value=version, limit=DATA_VERSION)
     header = Header(page_bytes, _parse_tree(free), _parse_tree(main), last_page, txn_id)
+    for tree in (header.free, header.main):
+        if tree.branch_pages + tree.leaf_pages + tree.overflow_pages > last_page + 1:
+            raise StoreDamaged(f"{path} has a tree of more pages than it has", value=last_page + 1)
     if (header.free.flags, header.main.flags) != (FREE_TREE_FLAGS, MAIN_TREE_FLAGS):
         raise StoreDamaged(f"{path} has trees of a foreign kind", value=hex(header.main.flags))
     return header

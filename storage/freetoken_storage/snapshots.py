@@ -14,7 +14,7 @@ from itertools import islice
 from . import keys, values
 from .budgets import DiskBudget
 from .errors import StorageError, StoreFull
-from .eviction import ancestors, choose, delete_victims, footprint, load_or_none
+from .eviction import Victim, ancestors, choose, delete_victims, footprint, load_or_none
 from .names import MAX_OWNER_BYTES, encode_name
 from .records import Snapshot, SnapshotInfo
 from .snapshot_checks import check_digest, check_targets, ended_reader, snapshot_info
@@ -37,6 +37,8 @@ from .snapshot_rows import (
 from .transactions import Environment, Transaction
 
 TRANSACTION_BYTES = 8 << 20
+MIN_EVICTION_BYTES = 1 << 20
+DISK_FULL = "the disk is nearly full: the oldest states were evicted"
 MAX_ATTEMPTS = 4  # of one write on a full disk, each after evicting what it needs
 
 
@@ -272,26 +274,42 @@ class StoredSnapshots:
         cannot."""
         if not needed_bytes:
             return
-        limit_bytes = self._budget.limit_bytes()
-        excess_bytes = self.size_bytes() + needed_bytes - limit_bytes
-        if excess_bytes > 0 and not self._evict(excess_bytes, protected):
+        limit = self._budget.limit()
+        excess_bytes = self.size_bytes() + needed_bytes - limit.size_bytes
+        if excess_bytes <= 0:
+            return
+        if not self._evict(excess_bytes, protected):
             raise StoreFull(
                 "the states do not fit into the disk budget and nothing more can be evicted",
                 value=f"{needed_bytes} bytes needed",
-                limit=f"{limit_bytes} bytes for states",
+                limit=f"{limit.size_bytes} bytes for states",
                 remedy="raise the disk budget, free disk space, unpin or delete sessions",
             )
+        if limit.by_disk:
+            self._notify(DISK_FULL)
 
     def _evict(self, needed_bytes: int, protected: set[bytes]) -> bool:
         """Delete the least valuable snapshots; False, and nothing is deleted, if that would not
-        free `needed_bytes`."""
+        free `needed_bytes`. A delete writes pages too: on a full disk a few at a time."""
         self._environment.reap_readers()
-        with self._write() as txn:
-            victims = choose(txn, needed_bytes, protected)
-            if victims is None:
-                return False
-            delete_victims(txn, victims)
-        self._release_pages()
+        with self._lock:
+            recent = list(self._touched)
+        portion_bytes, freed_bytes = needed_bytes, 0
+        victims: list[Victim] | None = []
+        while freed_bytes < needed_bytes:
+            try:
+                with self._environment.write() as txn:
+                    wanted_bytes = min(portion_bytes, needed_bytes - freed_bytes)
+                    victims = choose(txn, wanted_bytes, protected, recent)
+                    if victims is None:
+                        return False
+                    portion_freed_bytes = delete_victims(txn, victims)
+                self._release_pages()
+                freed_bytes += portion_freed_bytes
+            except StoreFull:
+                if victims is None or len(victims) <= 1:
+                    raise
+                portion_bytes //= 4
         return True
 
     def _release_pages(self) -> None:
@@ -307,13 +325,20 @@ class StoredSnapshots:
         for attempt in range(MAX_ATTEMPTS):
             try:
                 with self._write() as txn:
+                    self._environment.reserve(self._growth_bytes(txn, needed_bytes))
                     write(txn)
                 return
             except StoreFull:
                 last = attempt == MAX_ATTEMPTS - 1
-                if last or not self._evict(max(needed_bytes, TRANSACTION_BYTES), protected):
+                if last or not self._evict(max(needed_bytes, MIN_EVICTION_BYTES), protected):
                     raise
-                self._notify("the disk is full: the oldest states were evicted")
+                self._notify(DISK_FULL)
+
+    def _growth_bytes(self, txn: Transaction, needed_bytes: int) -> int:
+        """By how much a write of `needed_bytes` may grow the file, beyond the pages that are free
+        in it."""
+        used_bytes = txn.pages_in_use() * self._environment.page_bytes
+        return max(0, used_bytes + needed_bytes - self._environment.file_bytes())
 
     def _drop_blob(self, blob: int) -> None:
         with self._environment.write() as txn:

@@ -52,5 +52,13 @@ class Environment(Protocol):
     def reap_readers(self) -> None:
         """Forget readers of killed processes: they keep old pages from being reused."""
 
+    def room_bytes(self) -> int:
+        """How much the file can still grow, as the disk and the process's limits allow."""
+
+    def reserve(self, growth_bytes: int) -> None:
+        """On a disk that is nearly full, have the blocks allocated that this much growth needs, and
+        a few more, so that a later commit can still delete something. Inside a `write` block;
+        StoreFull."""
+
     def file_bytes(self) -> int:
         """Bytes of the file that hold pages, free ones counted."""

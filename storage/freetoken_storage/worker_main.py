@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from .audit import PageAudit
+from .audit import EVERYTHING, PageAudit
 from .compaction import keep_all, keep_live_states, rewrite
 from .disk_errors import translated
 from .environment import DATA_FILE, LmdbEnvironment, create_file
@@ -61,7 +61,7 @@ def _inspect(environment: LmdbEnvironment, path: Path, kind: str) -> bool:
         header = read_header_of(path, txn.commit_number())
         if header is None:
             return False
-        PageAudit(path, header, overflow_headers=True).run()
+        PageAudit(path, header, EVERYTHING).run()
         inspection = Inspection(txn, tell)
         if kind == "sessions":
             inspection.sessions()

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pytest
 
 from freetoken_storage import Database, keys, values, verify_store
 from freetoken_storage.errors import InvalidRecord, StoreDamaged, StoreNewer, StoreReadOnly
-from freetoken_storage.pages import read_header
 from freetoken_storage.records import Changes, NewNode, SegmentRecord, Snapshot
 from freetoken_storage.testing import digest, flip_bytes, grow, read_back, snapshot, truncate
 
@@ -27,6 +26,7 @@ SNAPSHOTS = [
     snapshot("c", "b", size_bytes=100),
 ]
 PATH = list(range(1, 41))
+PAGE_BYTES = 4096
 
 
 @pytest.fixture(scope="module")
@@ -109,22 +109,43 @@ def open_and_compare(path: Path, expected: object) -> str:
         return "damaged"
 
 
-def flips(path: Path, kind: str, positions: list[int]) -> None:
+def flip_sessions(path: Path, positions: list[int]) -> None:
     """Flip each position by itself; the sessions must come out right or not at all."""
-    file = path / kind / "data.mdb"
+    file = path / "sessions" / "data.mdb"
     with Database(path) as store:
         expected = contents(store)
     good = file.read_bytes()
     for position in positions:
-        altered = bytearray(good)
-        altered[position] ^= 1 << (position % 8)
-        file.write_bytes(altered)
-        answer = open_and_compare(path, expected)
-        assert kind == "sessions" or answer == "same", "a flip in the states hurt the sessions"
-        if kind == "states":
-            shutil.rmtree(path / "states")
-            (path / "states").mkdir()
+        file.write_bytes(flipped(good, position))
+        open_and_compare(path, expected)
     file.write_bytes(good)
+
+
+def flip_states(path: Path, positions: list[int]) -> None:
+    """Flip each position by itself; the sessions must come out right, each state right or not at
+    all, and removing and writing states must go on."""
+    file = path / "states" / "data.mdb"
+    with Database(path) as store:
+        expected = contents(store)
+    good = file.read_bytes()
+    for position in positions:
+        file.write_bytes(flipped(good, position))
+        assert open_and_compare(path, expected) == "same", "the states hurt the sessions"
+        with Database(path) as store:
+            for state in SNAPSHOTS:
+                with suppress(StoreDamaged, KeyError, AttributeError):
+                    if store.snapshots.contains(state.digest):
+                        read_back(store, state)
+            store.snapshots.remove([digest("a"), digest("b"), digest("c")])
+            store.snapshots.put(SNAPSHOTS)
+            for state in SNAPSHOTS:
+                read_back(store, state)
+
+
+def flipped(good: bytes, position: int) -> bytes:
+    altered = bytearray(good)
+    altered[position] ^= 1 << (position % 8)
+    return bytes(altered)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
@@ -157,36 +178,56 @@ def test_c38_flipped_bytes(kind: str, fraction: float, store_path: Path) -> None
     in_child(look)
 
 
-def test_c38_many_flips_in_the_pages_of_the_tree(store_path: Path) -> None:
+def risky_positions(file: Path, count: int, seed: int) -> list[int]:
+    """Every header byte, and random bytes of tree pages, half of them among a page's own header and
+    offsets, where a flip does the most harm."""
+    pages = _tree_pages(file)
+    assert len(pages) >= 2
+    chosen = random.Random(seed)
+    positions = [page * PAGE_BYTES + byte for page in (0, 1) for byte in range(152)]
+    for _ in range(count):
+        page = chosen.choice(pages) * PAGE_BYTES
+        positions.append(page + chosen.randrange(chosen.choice((120, PAGE_BYTES))))
+    return positions
+
+
+def test_c38_many_flips_in_the_sessions(store_path: Path) -> None:
     """Oracle: the contents before; every header byte and 250 bytes of tree pages, one by one.
     LMDB alone answers many of these with wrong records, SIGSEGV or SIGBUS."""
-    header = read_header(store_path / "sessions" / "data.mdb")
-    tree_pages = _tree_pages(store_path / "sessions" / "data.mdb")
-    assert len(tree_pages) >= 4
-    chosen = random.Random(1)
-    positions = [page * header.page_bytes + byte for page in (0, 1) for byte in range(152)]
-    for _ in range(250):
-        page = chosen.choice(tree_pages) * header.page_bytes
-        # Half of them among the header and the offsets, where a flip does the most harm.
-        positions.append(page + chosen.randrange(chosen.choice((120, header.page_bytes))))
-    in_child(lambda: flips(store_path, "sessions", positions))
+    positions = risky_positions(store_path / "sessions" / "data.mdb", 250, seed=1)
+    in_child(lambda: flip_sessions(store_path, positions))
+
+
+def test_c38_many_flips_in_the_states(store_path: Path) -> None:
+    """Oracle: the sessions' contents and the snapshots' bytes; 100 bytes of tree pages, the header,
+    and the headers of long values, which LMDB believes when it frees them."""
+    file = store_path / "states" / "data.mdb"
+    positions = risky_positions(file, 100, seed=2)[::3]
+    positions += [page * PAGE_BYTES + byte for page in _pages(file, 4) for byte in (8, 10, 12, 13)]
+    in_child(lambda: flip_states(store_path, positions))
 
 
 @pytest.mark.slow
 def test_c38_very_many_flips(store_path: Path) -> None:
     """Oracle: as above, over 6,000 places."""
     file = store_path / "sessions" / "data.mdb"
-    size_bytes, pages = file.stat().st_size, _tree_pages(file)
-    chosen = random.Random(2)
-    positions = [chosen.randrange(size_bytes) for _ in range(1000)]
-    positions += [chosen.choice(pages) * 4096 + chosen.randrange(4096) for _ in range(5000)]
-    in_child(lambda: flips(store_path, "sessions", positions))
+    chosen = random.Random(3)
+    positions = [chosen.randrange(file.stat().st_size) for _ in range(1000)]
+    positions += risky_positions(file, 5000, seed=3)
+    in_child(lambda: flip_sessions(store_path, positions))
+    in_child(lambda: flip_states(store_path, risky_positions(file, 1500, seed=4)))
 
 
 def _tree_pages(file: Path) -> list[int]:
+    return _pages(file, 1, 2)
+
+
+def _pages(file: Path, *kinds: int) -> list[int]:
+    """Pages whose header says they are of one of these kinds: 1 branch, 2 leaf, 4 overflow."""
     data = file.read_bytes()
-    flags = [int.from_bytes(data[at + 10 : at + 12], "little") for at in range(0, len(data), 4096)]
-    return [page for page, flag in enumerate(flags) if flag in (1, 2)]
+    starts = range(0, len(data), PAGE_BYTES)
+    flags = [int.from_bytes(data[at + 10 : at + 12], "little") for at in starts]
+    return [page for page, flag in enumerate(flags) if flag in kinds]
 
 
 @pytest.mark.parametrize("fraction", [0, 0.0001, 0.02, 0.5, 0.99])
