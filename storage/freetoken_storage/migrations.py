@@ -24,6 +24,10 @@ class Format:
     version: int
     steps: Mapping[int, Step] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        expected = set(range(1, self.version))
+        assert set(self.steps) == expected, f"{self.name}: steps {set(self.steps)} of {expected}"
+
 
 SESSIONS = Format("freetoken sessions", 1)
 STATES = Format("freetoken states", 1)

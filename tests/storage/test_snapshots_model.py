@@ -4,6 +4,7 @@
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def parent_of(label: str) -> str | None:
     return None if index % 7 == 0 else LABELS[(index // 7) * 7 + (index % 7 - 1) // 2]
 
 
+@cache
 def made(label: str) -> Snapshot:
     size_bytes = SIZES[LABELS.index(label) % len(SIZES)]
     return snapshot(label, parent_of(label), size_bytes)

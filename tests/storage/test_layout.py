@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of keys and values, as the docstrings of keys.py and values.py draw them. A change here
+needs a new format version and a migration."""
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgpack  # type: ignore[import-untyped]
+import pytest
+import xxhash
+
+from freetoken_storage import Database, keys, values
+from freetoken_storage.audit import EVERYTHING, Limits, PageAudit
+from freetoken_storage.pages import read_header, read_header_of
+from freetoken_storage.records import Changes, NewNode, NodeRecord, SegmentRecord, Snapshot
+from freetoken_storage.session_rows import chain
+
+ONE, TWO = b"\x00" * 7 + b"\x01", b"\x00" * 7 + b"\x02"
+
+
+def test_keys() -> None:
+    """Oracle: the table in keys.py, written out by hand."""
+    a, b = b"A" * 32, b"B" * 32
+    assert keys.name(b"x") == b"nx"
+    assert keys.meta(b"x") == b"mx"
+    assert keys.scope(keys.INFO, 1) == b"i" + ONE
+    assert keys.scope(keys.BODY, 1) == b"d" + ONE
+    assert keys.branch(1, b"main") == b"b" + ONE + b"main"
+    assert keys.log(1, 2, 1) == b"l" + ONE + TWO + ONE
+    assert keys.node(1, 2) == b"t" + ONE + TWO
+    assert keys.segment(1, b"id") == b"s" + ONE + b"id"
+    owning = keys.segment(1, b"id")
+    piece = b"x" + ONE + xxhash.xxh3_128(owning).digest() + b"\0\0\0\x05"
+    assert keys.piece(keys.pieces(owning), 5) == piece
+    assert keys.record(a) == b"r" + a
+    assert keys.child(a, b) == b"k" + a + b
+    assert keys.use(2, a) == b"u" + TWO + a
+    assert keys.chunk(2, 5) == b"d" + TWO + b"\0\0\0\x05"
+    assert keys.writing(2) == b"w" + TWO
+    assert keys.owner(b"o") == b"oo"
+    longest = max(len(keys.segment(1, b"x" * 128)), len(keys.owner(b"x" * 400)))
+    assert longest <= keys.MAX_KEY_BYTES
+
+
+def test_frames() -> None:
+    """Oracle: the drawing in values.py, written out by hand with the xxhash package."""
+    key, payload = b"some key", b"some payload"
+    seed = xxhash.xxh3_64(b"\xf1" + key).intdigest()
+    checksum = xxhash.xxh3_64(payload, seed=seed).digest()[::-1]  # the digest is big-endian
+    value = values.seal(values.WHOLE, key, payload)
+    assert value == b"\xf1" + checksum + payload
+    assert values.unseal(values.WHOLE, key, memoryview(value), "x") == payload
+    assert values.PAYLOAD_BYTES == 16 * 4096 - 16 - 9
+
+
+def stored(path: Path, kind: str) -> dict[bytes, bytes]:
+    """Every key and value, read with LMDB alone."""
+    with lmdb.open(str(path / kind), readonly=True) as env, env.begin() as txn:
+        return dict(txn.cursor())
+
+
+def test_a_whole_store(tmp_path: Path) -> None:
+    """Oracle: every key of a small store listed by hand, every record decoded with msgpack."""
+    path, one, two = tmp_path / "store", b"1" * 32, b"2" * 32
+    with Database(path) as store:
+        store.sessions.create("ü", b"body", branch_body=b"first")
+        changes = Changes(
+            segments=[SegmentRecord("seg", b"S"), SegmentRecord("long", bytes(100_000))],
+            nodes=[NewNode(0, "seg", b"N")],
+            head=-1,
+            log=[b"L"],
+        )
+        committed = store.sessions.commit("ü", "main", changes, expected_version=0)
+        store.set_meta("k", b"v")
+        store.snapshots.put([Snapshot(one, None, {"a": bytes(100_000), "b": b""}, b"M")])
+        store.snapshots.put([Snapshot(two, one, {})])
+        store.snapshots.pin("owner", [two])
+    session = stored(path, "sessions")
+    pieces = keys.pieces(keys.segment(1, b"long"))
+    assert set(session) == {
+        b"F",
+        b"c",
+        b"mk",
+        "nü".encode(),
+        b"i" + ONE,
+        b"d" + ONE,
+        b"b" + ONE + b"main",
+        b"l" + ONE + ONE + bytes(8),
+        b"t" + ONE + ONE,
+        b"s" + ONE + b"long",
+        b"s" + ONE + b"seg",
+        pieces + b"\0\0\0\0",
+        pieces + b"\0\0\0\x01",
+    }
+
+    def fields(key: bytes) -> Any:
+        return msgpack.unpackb(session[key][9:])
+
+    assert fields(b"F") == ["freetoken sessions", 1]
+    assert fields(b"c") == [2]
+    assert fields("nü".encode())[0] == 1
+    assert fields(b"i" + ONE)[1:] == [2, 2]
+    assert session[b"d" + ONE][9:] == b"body"
+    path_hash = chain(bytes(16), NodeRecord(committed.node_ids[0], 0, "seg", b"N"))
+    assert fields(b"t" + ONE + ONE) == [0, 1, path_hash, "seg", b"N"]
+    assert fields(b"b" + ONE + b"main") == [1, 1, 1, 1, 1, path_hash, b"first"]
+    assert session[b"l" + ONE + ONE + bytes(8)][9:] == b"L"
+    assert session[b"s" + ONE + b"long"][:1] == b"\xf2"
+    assert fields(b"s" + ONE + b"long") == [100_000, 2]
+    assert [session[pieces + bytes(3) + bytes([i])][:1] for i in (0, 1)] == [b"\xf3"] * 2
+    states = stored(path, "states")
+    assert set(states) == {
+        b"F",
+        b"c",
+        b"r" + one,
+        b"r" + two,
+        b"k" + one + two,
+        b"u" + ONE + one,
+        b"u" + TWO + two,
+        b"d" + ONE + bytes(4),
+        b"d" + ONE + b"\0\0\0\x01",
+        b"oowner",
+    }
+    record = msgpack.unpackb(states[b"r" + one][9:])
+    assert record == [None, b"M", [["a", 100_000], ["b", 0]], 1, 1]
+    assert len(states[b"d" + ONE + bytes(4)]) == 9 + values.PAYLOAD_BYTES
+    assert states[b"oowner"][9:] == two
+    assert all(len(value) <= 1 << 20 for value in [*session.values(), *states.values()])
+
+
+@pytest.mark.parametrize("seed", ["0", "4242"])
+def test_c42_equal_programs_make_equal_bytes(seed: str, tmp_path: Path) -> None:
+    """Oracle: this process, with another hash seed; times are the only difference."""
+    script = (
+        "import sys, time; time.time = lambda: 1.0\n"
+        "from freetoken_storage import Database\n"
+        "from freetoken_storage.testing import grow, snapshot\n"
+        "with Database(sys.argv[1]) as store:\n"
+        "    store.sessions.create('s', b'body'); grow(store, 'abc')\n"
+        "    store.snapshots.put([snapshot('x', size_bytes=100000), snapshot('y', 'x')])\n"
+        "    store.snapshots.pin('owner', [snapshot('y').digest, snapshot('x').digest])\n"
+    )
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path, hash_seed in zip(paths, ("1", seed), strict=True):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        subprocess.run([sys.executable, "-c", script, str(path)], env=environment, check=True)
+    for kind in ("sessions", "states"):
+        assert stored(paths[0], kind) == stored(paths[1], kind)
+
+
+def test_header(tmp_path: Path) -> None:
+    """Oracle: LMDB's own account of the same file."""
+    path = tmp_path / "db"
+    with lmdb.open(str(path), map_size=1 << 30, sync=False) as env:
+        for i in range(300):
+            with env.begin(write=True) as txn:
+                txn.put(b"%05d" % i, bytes(i * 40))
+                if i % 3 == 0:
+                    txn.delete(b"%05d" % (i // 2))
+        info, stat = env.info(), env.stat()
+    header = read_header(path / "data.mdb")
+    assert header.txn_id == info["last_txnid"] and header.last_page == info["last_pgno"]
+    assert header.page_bytes == stat["psize"]
+    tree = header.main
+    assert (tree.depth, tree.branch_pages, tree.leaf_pages, tree.overflow_pages, tree.entries) == (
+        stat["depth"],
+        stat["branch_pages"],
+        stat["leaf_pages"],
+        stat["overflow_pages"],
+        stat["entries"],
+    )
+    assert stat["depth"] >= 2 and tree.overflow_pages > 100
+    older = read_header_of(path / "data.mdb", header.txn_id - 1)
+    assert older is not None and older.txn_id == header.txn_id - 1
+    assert read_header_of(path / "data.mdb", header.txn_id - 2) is None
+    assert PageAudit(path / "data.mdb", header, EVERYTHING).run() is True
+    for limits in (Limits(3, 10**9), Limits(0, 0)):
+        assert PageAudit(path / "data.mdb", header, limits).run() is False
+    assert PageAudit(path / "data.mdb", header, Limits(10**9, 5)).run() is True
+
+
+def test_a_sound_file_passes_the_audit_whatever_was_done_to_it(tmp_path: Path) -> None:
+    """Oracle: LMDB wrote it. Large free lists, replaced long values, deep trees."""
+    path = tmp_path / "db"
+    with lmdb.open(str(path), map_size=1 << 30, sync=False) as env:
+        for round_number in range(6):
+            with env.begin(write=True) as txn:
+                for i in range(3000):
+                    txn.put(struct.pack(">Q", i * 7919 % 5000), bytes((i * round_number) % 9000))
+            with env.begin(write=True) as txn:
+                for i in range(round_number, 5000, 3):
+                    txn.delete(struct.pack(">Q", i))
+            env.sync(True)
+            header = read_header(path / "data.mdb")
+            assert PageAudit(path / "data.mdb", header, EVERYTHING).run() is True
