@@ -11,11 +11,12 @@ A call that is malformed, or cut short, is text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from .call_format import ParsedCall
-from .markup import Marker, Markup
+from .markup import Marker
+from .tape import Tape
 from .template import ChatFormat
 from .tokenizer import Tokenizer
 
@@ -82,7 +83,7 @@ class StreamParser:
         kind: Literal["text", "thinking"] = "text",
         after: Sequence[int] = (),
     ) -> None:
-        self._tape = _Tape(tokenizer, format.markup, after)
+        self._tape = Tape(tokenizer, format.markup, after)
         self._markup = self._tape.markup
         self._mode: _Mode = "thinking" if kind == "thinking" else "start"
         self._begin = 0  # where the content, or the search for one, begins on the tape
@@ -193,6 +194,8 @@ class StreamParser:
     def _in_content(self, markers: Sequence[Marker]) -> bool:
         """Inside a text or a thought: up to the first whole marker, or as far as is certain."""
         text = self._tape.text
+        if self._emitted == self._begin:
+            self._begin = self._emitted = self._tape.snapped_begin(self._begin)
         found = [(text.find(marker.core, self._search), marker) for marker in markers]
         hits = [(at, marker) for at, marker in found if at >= 0]
         if not hits:
@@ -208,7 +211,9 @@ class StreamParser:
         for blank in reversed(marker.lead):
             if end > self._begin and text[end - 1] == blank:
                 end -= 1
-        if not text[self._begin : end].strip():
+        if text[self._begin : end].strip():
+            end = self._tape.snapped_end(self._begin, end)
+        else:
             end = self._begin
         self._delta(end)
         self._enter(marker, end, at)
@@ -284,6 +289,7 @@ class StreamParser:
         parsed = calls.parse(self._tape.literal(self._unit, end))
         if parsed is None:
             return False
+        end = self._tape.snapped_end(self._unit, end)
         if self._prior_end > self._begin:
             self._done("text", self._begin, self._prior_end)
         self._done_call(parsed, end)
@@ -314,7 +320,7 @@ class StreamParser:
     def _done_call(self, call: ParsedCall, end: int) -> None:
         if not self._call_started:
             self._events.append(CallStarted(self._calls, call.name))
-        gap, ids, text = self._tape.cut(self._unit, end)
+        gap, ids, text = self._tape.cut(self._tape.snapped_begin(self._unit), end)
         self._events.append(
             SegmentDone("tool_call", gap, ids, text, call.name, dict(call.arguments), call.call_id)
         )
@@ -336,100 +342,3 @@ def _held_back(text: str, markers: Sequence[Marker]) -> int:
                 break
     kept = text[: len(text) - held]
     return held + len(kept) - len(kept.rstrip())
-
-
-class _Tape:
-    """The ids so far as text, with the span of each id.
-
-    A control token that is (part of) a marker is one character that no decoding can give: a lone
-    surrogate. `markup` is the format's, spelled in the same way.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, markup: Markup, after: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = tokenizer.stream(after=after)
-        self._ids = list(after[-8:])
-        self._next = len(self._ids)  # the first id that is in no content or gap yet
-        self._starts = [0] * len(self._ids)
-        self.text = ""
-        self._literals: dict[str, str] = {}  # surrogate -> literal
-        self._surrogates: dict[int, str] = {}  # control id -> surrogate
-        self.markup = self._spell_markup(markup)
-
-    def feed(self, token_id: int) -> None:
-        self._ids.append(token_id)
-        self._starts.append(len(self.text))
-        text = self._decoder.feed(token_id)
-        self.text += self._surrogates.get(token_id, text)
-
-    def flush(self) -> None:
-        self.text += self._decoder.flush()
-
-    def literal(self, start: int, end: int) -> str:
-        """Text as people read it."""
-        text = self.text[start:end]
-        for surrogate, literal in self._literals.items():
-            text = text.replace(surrogate, literal)
-        return text
-
-    def cut(self, begin: int, end: int | None) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-        """The ids before `begin` that nothing holds yet, and those of text[begin:end] (None: to
-        the very end), with the text of the latter."""
-        first = self._next
-        while first < len(self._ids) and self._starts[first] < begin:
-            if self._shared(first, begin):
-                break
-            first += 1
-        stop = len(self._ids)
-        if end is not None:
-            stop = first
-            while stop < len(self._ids) and self._starts[stop] < end:
-                stop += 1
-            if stop - 1 > first and self._end(stop - 1) > end and not self._before(stop - 1, end):
-                stop -= 1
-        gap, ids = tuple(self._ids[self._next : first]), tuple(self._ids[first:stop])
-        text = self._tokenizer.decode(ids, after=self._ids[max(0, first - 8) : first])
-        self._next = stop
-        return gap, ids, text
-
-    def _end(self, index: int) -> int:
-        return self._starts[index + 1] if index + 1 < len(self._starts) else len(self.text)
-
-    def _shared(self, index: int, begin: int) -> bool:
-        """Whether an id that begins before the content also holds some of it."""
-        return bool(self.text[begin : self._end(index)].strip())
-
-    def _before(self, index: int, end: int) -> bool:
-        """Whether an id that goes on after the content holds more of it than blanks."""
-        return bool(self.text[self._starts[index] : end].strip())
-
-    def _spell_markup(self, markup: Markup) -> Markup:
-        return Markup(
-            start=self._spell_markers(markup.start),
-            text=self._spell_markers(markup.text),
-            thinking=self._spell_markers(markup.thinking),
-            after_call=self._spell_markers(markup.after_call),
-            calls=markup.calls,
-            call_end=self._spell(markup.call_end),
-            skip_after_call=tuple(map(self._spell, markup.skip_after_call)),
-            blanks=markup.blanks,
-        )
-
-    def _spell_markers(self, markers: Sequence[Marker]) -> tuple[Marker, ...]:
-        return tuple(
-            replace(marker, core=self._spell(marker.core), unit=self._spell(marker.unit))
-            for marker in markers
-        )
-
-    def _spell(self, literal: str) -> str:
-        spelled = ""
-        for part in self._tokenizer.split_frame(literal):
-            if isinstance(part, str):
-                spelled += part
-                continue
-            if part not in self._surrogates:
-                surrogate = chr(0xD800 + len(self._surrogates))
-                self._surrogates[part] = surrogate
-                self._literals[surrogate] = self._tokenizer.decode([part])
-            spelled += self._surrogates[part]
-        return spelled

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_agent.gguf_tokenizer import load_gguf_tokenizer
+from freetoken_agent.hf_tokenizer import HFTokenizer, TokenizerFiles
 from freetoken_agent.parsing import (
     CallDelta,
     CallStarted,
@@ -22,6 +23,7 @@ from freetoken_agent.parsing import (
     TextDelta,
     ThinkingDelta,
 )
+from freetoken_agent.pieces import BYTE_ALPHABET
 from freetoken_agent.template import ChatFormat, Item
 from freetoken_agent.testing import CHATML
 from freetoken_agent.tokenizer import Tokenizer
@@ -83,6 +85,26 @@ TAGGED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+# The addressee decides what follows, as in muse-glimmer: one marker begins like another.
+ADDRESSED = """\
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'tool' %}{{ '<|start|>tool<|message|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {%- if message.reasoning_content %}
+            {{- '<|start|>assistant to=self<|message|>' + message.reasoning_content + '<|eom|>' }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<|start|>assistant to=' + call.function.name + '<|message|>' }}
+            {{- (call.function.arguments | tojson) + '<|eom|>' }}
+        {%- endfor %}
+        {%- if message.content %}
+            {{- '<|start|>assistant to=user<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+
 BYTES = ByteTokenizer()
 TEXTUAL = ByteTokenizer(("<|im_start|>", "<|im_end|>"))  # think and call tags are plain text
 MISTRAL = ByteTokenizer(
@@ -93,6 +115,7 @@ HARMONY = ByteTokenizer(
     ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"),
     stop=("<|return|>", "<|call|>"),
 )
+MUSE = ByteTokenizer(("<|start|>", "<|end|>", "<|message|>", "<|eom|>"), stop=("<|end|>",))
 SETUPS: dict[str, tuple[str, ByteTokenizer]] = {
     "native, control tags": (CHATML, BYTES),
     "native, textual tags": (CHATML, TEXTUAL),
@@ -103,6 +126,7 @@ FORMATS = {name: ChatFormat.learn(*setup) for name, setup in SETUPS.items()}
 MORE = {
     "listed": (ChatFormat.learn(LISTED, MISTRAL), MISTRAL),
     "channels": (ChatFormat.learn(CHANNELS, HARMONY), HARMONY),
+    "addressed": (ChatFormat.learn(ADDRESSED, MUSE), MUSE),
     "tagged": (ChatFormat.learn(TAGGED, BYTES), BYTES),
 }
 
@@ -340,6 +364,80 @@ def test_a_call_that_the_stop_token_ends() -> None:
     assert brief(events) == [("thinking", "Hm."), ("tool_call", "ls", {"p": "/"})]
     cut = parse(format, tokenizer, tokenizer.encode_frame(text)[:-1], "length")
     assert [done.kind for done in segments(cut)] == ["thinking", "text"]
+
+
+def test_a_marker_that_begins_like_another_waits_for_it() -> None:
+    """Oracle: the contents written by hand: `to=user` and `to=self` are no calls."""
+    format, tokenizer = MORE["addressed"]
+    thought = " to=self<|message|>Hm."
+    answer = "<|eom|><|start|>assistant to=user<|message|>Hi"
+    call = '<|eom|><|start|>assistant to=ls<|message|>{"p": 1}<|eom|>'
+    events = parse(format, tokenizer, tokenizer.encode_frame(thought + answer))
+    assert brief(events) == [("thinking", "Hm."), ("text", "Hi")]
+    events = parse(format, tokenizer, tokenizer.encode_frame(thought + call))
+    assert brief(events) == [("thinking", "Hm."), ("tool_call", "ls", {"p": 1})]
+
+
+def pieced(*pieces: str) -> HFTokenizer:
+    """A byte-level tokenizer that takes these pieces whole, whatever they join."""
+    letters = {byte: letter for letter, byte in BYTE_ALPHABET.items()}
+    spelled = ["".join(letters[byte] for byte in piece.encode()) for piece in pieces]
+    vocabulary = [letters[byte] for byte in range(256)] + spelled
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    model = {
+        "type": "BPE",
+        "vocab": {piece: index for index, piece in enumerate(vocabulary)},
+        "merges": [],
+        "ignore_merges": True,
+    }
+    definition: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    return HFTokenizer(TokenizerFiles(definition, "digest"))
+
+
+@pytest.mark.parametrize(
+    ("stream", "texts", "gaps"),
+    [
+        # an id with the marker's newline and the first letter stays with the thought
+        (["<think>", "\nH", "m", "\n</think>", "\n\n", "Yes"], ["\nHm", "Yes"], 3),
+        # an id with the last letter and the begin of the marker stays with the thought
+        (["<think>\n", "Hm", ".<", "/think>", "\n\nYes"], ["Hm.<", "\n\nYes"], 2),
+        # an id with the marker's end, its blanks and more blanks is frame
+        (["<think>\n", "Hm", "\n</think", ">\n\n\n", "Yes"], ["Hm", "Yes"], 3),
+        # an id of extra blanks and the marker is frame
+        (["<think>\n", "Hm", "\n\n<", "/think>", "\n\n", "Yes"], ["Hm", "Yes"], 4),
+        # a call keeps the ids that hold its ends
+        (["So", ".\n<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>\n\n", "x"],
+         ["So.\n<tool_call>", '{"name": "f", "arguments": {}}</tool_call>\n\n', "x"], 0),
+    ],
+)  # fmt: skip
+def test_an_id_that_holds_both_sides_of_a_cut_stays_with_the_content(
+    stream: list[str], texts: list[str], gaps: int
+) -> None:
+    """Oracle: the segments written by hand; ids are whole, and deltas are the segments' text."""
+    tokenizer = pieced(*stream)
+    format = ChatFormat.learn(PLAIN, tokenizer)
+    ids = [token_id for piece in stream for token_id in tokenizer.encode_content(piece)]
+    assert len(ids) == len(stream)
+    events = parse(format, tokenizer, ids)
+    done = segments(events)
+    assert [d.text for d in done] == texts
+    assert sum(len(d.gap_ids) for d in done) == gaps
+    assert [i for d in done for i in (*d.gap_ids, *d.ids)] == ids
+    plain = [d.text for d in done if d.kind != "tool_call"]
+    assert said(events, ThinkingDelta) + said(events, TextDelta) == "".join(plain)
 
 
 def test_tagged_parameters() -> None:
