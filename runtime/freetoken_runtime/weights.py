@@ -32,8 +32,9 @@ from .layers.norm import RmsNorm
 from .models.decoder import Decoder, DecoderParts, Layer
 from .safetensors_weights import SafetensorsFolder
 from .spec import LayerSpec, ModelSpec
-from .weight_source import Groups, WeightSource
+from .weight_source import WeightSource
 
+INT4_GROUP = 32  # as in GGUF; larger groups are no faster (docs/decisions/0012-int4.md)
 Dtype = Literal["float32", "bfloat16"]
 Quant = Literal["int8", "int4"]
 
@@ -167,8 +168,8 @@ class _Builder:
         return RmsNorm(self._read(name).float(), self._source.spec.norm_eps)
 
     def _head(self, name: str) -> Linear:
-        """The head is at most int8: 4 bits there cost more accuracy than all layers together
-        (docs/decisions/0012-int4-heads.md)."""
+        """The head is at most int8: 4 bits there cost more accuracy than in all layers together
+        (docs/decisions/0012-int4.md)."""
         if self._quant == "int4":
             self.notes.append("the head is int8 per channel, not int4")
         head = self._dense_or_int8([name])
@@ -194,19 +195,14 @@ class _Builder:
         return DenseLinear(weight, self._bias(names))
 
     def _int4(self, names: list[str]) -> Linear:
-        stored = [self._source.read_groups(name) for name in names]
-        sizes = {groups.size for groups in stored if groups is not None}
-        inputs = self._source.shape(names[0])[1]
-        size = min(sizes) if sizes else (64 if inputs % 64 == 0 else 32)
-        parts = [
-            self._int4_values(name, groups, size)
-            for name, groups in zip(names, stored, strict=True)
-        ]
-        return IntegerLinear(int4.pack(stack_int4(parts)), self._bias(names))
+        values = stack_int4([self._int4_values(name) for name in names])
+        return IntegerLinear(int4.pack(values), self._bias(names))
 
-    def _int4_values(self, name: str, groups: Groups | None, size: int) -> Int4Values:
+    def _int4_values(self, name: str) -> Int4Values:
+        groups = self._source.read_groups(name)
         if groups is None:
-            return quantise_int4(self._read(name), size)
+            return quantise_int4(self._read(name), INT4_GROUP)
+        assert groups.size == INT4_GROUP, groups.size
         self._check_finite(name, groups.scales)
         self._check_finite(name, groups.minimums)
         return int4_from_groups(groups.values, groups.scales, groups.minimums, groups.size)
