@@ -11,6 +11,8 @@ import typer
 from freetoken_agent.catalog import home
 from freetoken_agent.errors import SegmentNotFound
 
+from .output import progress
+
 if TYPE_CHECKING:
     from freetoken_agent import Segment, Session, Store
 
@@ -52,7 +54,9 @@ def opened_session(
         if model is None:
             yield store.open(name, branch=branch)
             return
-        with LocalModel.load(model, weights=weights) as loaded:
+        with progress(f"loading {model}"):
+            loading = LocalModel.load(model, weights=weights)
+        with loading as loaded:
             yield store.open(name, loaded, branch=branch)
 
 

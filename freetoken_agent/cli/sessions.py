@@ -19,7 +19,7 @@ from freetoken_storage import Database, verify_store
 
 from .editor import edit_text
 from .opening import Branch, ModelName, StorePath, opened_session, opened_store, pick, store_path
-from .output import EXIT_FAULT_FOUND, Json, command, emit
+from .output import EXIT_FAULT_FOUND, Json, command, emit, progress
 from .views import edit_lines, path_table, tree_view
 
 app = typer.Typer(no_args_is_help=True, help="List, show, edit, check and clean stored sessions.")
@@ -172,7 +172,8 @@ def purge_session(
 ) -> None:
     """Remove a segment for good: its bytes leave the files. It must be on no branch."""
     with opened_session(name, store, branch, model, weights=True) as session:
-        report = asyncio.run(session.purge(segment))
+        with progress("purging"):
+            report = asyncio.run(session.purge(segment))
     lines = [f"removed {report.num_nodes} places, {report.num_states} states"]
     lines.append(f"{report.num_log_entries} undo steps are gone")
     if report.other_segments or report.other_sessions:
@@ -187,7 +188,8 @@ def purge_session(
 @command
 def verify_sessions(store: StorePath = None, json: Json = False) -> None:
     """Read every page and value of a store, in a child process; exit with 3 if one is wrong."""
-    report = verify_store(store_path(store))
+    with progress("reading the store"):
+        report = verify_store(store_path(store))
     counts = ", ".join(f"{count:,} {name}" for name, count in report.counts.items())
     faults = [f"{x.database}: {x.session or ''} {x.what}" for x in report.faults]
     emit(report, "\n".join([*faults, counts, "no fault" if report.ok else "faults found"]))
@@ -206,7 +208,7 @@ def collect_garbage(
     json: Json = False,
 ) -> None:
     """Give back what was deleted: rewrite the files. Dropped states cost time, never a word."""
-    with Database(store_path(store)) as database:
+    with Database(store_path(store)) as database, progress("rewriting the store"):
         before = database.sizes()
         dropped = 0
         if keep_states_mib is not None:
