@@ -199,7 +199,7 @@ class StreamParser:
         found = [(text.find(marker.core, self._search), marker) for marker in markers]
         hits = [(at, marker) for at, marker in found if at >= 0]
         if not hits:
-            certain = len(text) - _held_back(text[self._begin :], markers)
+            certain = len(text) - _held_back(text[self._emitted :], markers)
             self._delta(certain)
             self._search = max(self._search, len(text) - _longest(markers) + 1)
             return False
@@ -257,9 +257,8 @@ class StreamParser:
                 return False
             self._unit = self._emitted = unit_at
             self._unit_literal = ""
-        unit = text[self._unit :]
         if not self._call_started:
-            name = calls.name_so_far(unit)
+            name = calls.name_so_far(text[self._unit :])
             if name is not None:
                 self._call_started = True
                 self._events.append(CallStarted(self._calls, name))

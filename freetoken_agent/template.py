@@ -86,6 +86,11 @@ class ChatFormat:
         return self._grammar
 
     @property
+    def gaps(self) -> GapSource:
+        """Derives the text of gaps."""
+        return self._gaps
+
+    @property
     def report(self) -> TemplateReport:
         return self._report
 

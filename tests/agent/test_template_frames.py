@@ -410,6 +410,31 @@ def test_rule14_results_escaped_for_json() -> None:
     assert pieces[2].text == 'a \\"quote\\"\\n'
 
 
+def test_a_call_that_is_alone_in_its_turn_ends_before_the_turns_closer() -> None:
+    """Oracle: the unit and the frames written by hand, for a template with one bare JSON call per
+    turn, as Llama 3 has."""
+    source = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + ('ipython' if message.role == 'tool' else message.role) + '\\n' }}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}
+        {{- '{"name": "' + message.tool_calls[0].function.name + '", ' }}
+        {{- '"parameters": ' + (message.tool_calls[0].function.arguments | tojson) + '}' }}
+    {%- else %}{{ message.content }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+    format = ChatFormat.learn(source, TOKENIZER)
+    assert not format.report.parallel_calls
+    _, unit, answer = format.layout([USER, call(1, {"a": "b"}), result(1)])
+    assert unit.gap_text == "<|im_end|>\n<|im_start|>assistant\n"
+    assert unit.text == '{"name": "bash", "parameters": {"a": "b"}}'
+    assert answer.gap_text == "<|im_end|>\n<|im_start|>ipython\n"
+    with pytest.raises(TemplateUnsupported, match="one call"):
+        format.layout([USER, call(1), call(2)], start=2)
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.floats(-1e9, 1e9),

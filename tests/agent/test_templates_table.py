@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 from freetoken_agent.errors import TemplateUnsupported
-from freetoken_agent.template import ChatFormat, Item
+from freetoken_agent.gaps import GapSource
+from freetoken_agent.template import ChatFormat, Item, Options
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT.parent / "shared" / "templates"
@@ -87,6 +89,58 @@ def test_what_is_not_accepted_is_named(table: ModuleType, rows: list[Any]) -> No
         for title, names in needs.items():
             if not row.outcomes[title].accepted:
                 assert any(name in notes for name in names), (row.name, title, notes)
+
+
+def random_path(rng: random.Random, table: ModuleType, tools_first: bool) -> list[Item]:
+    """Several turns of several steps, with parallel calls."""
+    items = [Item("system", "s")] if rng.random() < 0.6 else []
+    items += [table.TOOLS] if rng.random() < 0.5 else []
+    if tools_first:
+        items.reverse()
+    number = 0
+    for _ in range(rng.randint(1, 4)):
+        items.append(Item("user", "u"))
+        for calls in rng.choices((1, 2, 3), weights=(3, 1, 1), k=rng.randint(0, 3)):
+            items += [Item("thinking", "k", open=True)] if rng.random() < 0.4 else []
+            items += [Item("text", "t", open=True)] if rng.random() < 0.3 else []
+            numbers = range(number, number + calls)
+            number += calls
+            items += [
+                Item("tool_call", name=f"f{n}", arguments={}, call_id=f"c{n:08d}") for n in numbers
+            ]
+            items += [Item("tool_result", "r", name=f"f{n}", call_id=f"c{n:08d}") for n in numbers]
+        items += [Item("thinking", "k", open=True)] if rng.random() < 0.4 else []
+        items.append(Item("text", "t"))
+    return items
+
+
+def test_windows_hold_on_random_paths_of_every_template(table: ModuleType, rows: list[Any]) -> None:
+    """Oracle: each gap and opener cut from a rendering of the whole path."""
+    compared = 0
+    for row in rows:
+        if row.learned is None:
+            continue
+        used = row.learned.gaps
+        whole = GapSource(row.learned.grammar, windows=False)
+        rng = random.Random(row.name)
+        for _ in range(4):
+            items = random_path(rng, table, row.learned.report.tools_before_system)
+            for index in range(1, len(items) + 1):
+                wanted = gap(whole, items, index)
+                if wanted is not None:
+                    assert gap(used, items, index) == wanted, (row.name, index, items)
+                    compared += 1
+    assert compared > 2000
+
+
+def gap(source: GapSource, items: list[Item], index: int) -> list[Any] | None:
+    """None where the template refuses."""
+    try:
+        if index == len(items):
+            return source.opener(items, Options())
+        return source.single(items[: index + 1], index, Options())
+    except TemplateUnsupported:
+        return None
 
 
 def test_a_wrong_frame_is_seen(table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
