@@ -26,13 +26,20 @@ class Gold:
         """Assert that the logits after `ids`, reused where the engine can, and the next greedy
         tokens are those of a cold prefill. Returns max |Δlogit| as a part of the logit range.
 
-        A token may differ only where the two best cold logits are nearer than twice the Δ there.
         The engine keeps states of what it generated here.
         """
         delta, _ = self._distance(engine, ids)
         if num_tokens:
-            self._check_tokens(engine, list(ids), num_tokens)
+            self._compare(engine, ids, _greedy(engine, ids, num_tokens))
         return delta
+
+    def check_tokens(self, engine: "Engine", ids: Sequence[int], tokens: Sequence[int]) -> None:
+        """Assert that `tokens`, which `engine` sampled greedily after `ids`, are a cold prefill's.
+
+        A token may differ only where the two best cold logits are nearer than twice the Δ there.
+        """
+        self._distance(engine, ids)
+        self._compare(engine, ids, tokens)
 
     def _distance(self, engine: "Engine", ids: Sequence[int]) -> tuple[float, float]:
         """max |Δlogit|, and the gap between the two best cold logits; both parts of the range.
@@ -49,13 +56,13 @@ class Gold:
         )
         return delta, float(best[0] - best[1]) / span
 
-    def _check_tokens(self, engine: "Engine", ids: list[int], num_tokens: int) -> None:
-        want = _greedy(self._cold, ids, num_tokens)
-        got = _greedy(engine, ids, num_tokens)
+    def _compare(self, engine: "Engine", ids: Sequence[int], got: Sequence[int]) -> None:
+        """The second engine holds the cold state of `ids`."""
+        want = _greedy(self._cold, ids, len(got))
         pairs = zip(want, got, strict=True)
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if first is not None:
-            delta, gap = self._distance(engine, ids + want[:first])
+            delta, gap = self._distance(engine, [*ids, *want[:first]])
             assert gap <= 2 * delta, (
                 f"greedy token {first} after {len(ids)} ids is {got[first]}, a cold prefill says "
                 f"{want[first]} with a lead of {gap:.2e} of the range"
