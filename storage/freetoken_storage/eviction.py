@@ -23,6 +23,10 @@ class Victim:
     stamp: int
     stored: Stored | None
 
+    @property
+    def freed_bytes(self) -> int:
+        return footprint(0 if self.stored is None else self.stored.size_bytes)
+
 
 def footprint(size_bytes: int) -> int:
     """Bytes of pages that a snapshot with this many buffer bytes occupies."""
@@ -78,9 +82,9 @@ class _Entry:
 
 def choose(
     txn: Transaction, needed_bytes: int, protected: set[bytes], recent: Sequence[bytes]
-) -> list[Victim] | None:
-    """Snapshots to delete, in order, so that at least `needed_bytes` become free; None if there are
-    not enough. Reads only. `recent`: used since the last write, in that order.
+) -> list[Victim]:
+    """Snapshots to delete, in order, so that at least `needed_bytes` become free, or all that may
+    go if that is less. Reads only. `recent`: used since the last write, in that order.
 
     One scan over the use index, oldest first, skips whatever has children; a parent whose last
     child was chosen joins through the heap, at its own place in the order of use."""
@@ -101,22 +105,20 @@ def choose(
         if stored is not None and stored.stamp != entry.stamp:
             continue  # left behind by a damaged record that was written anew
         chosen[entry.digest] = Victim(entry.digest, entry.stamp, stored)
-        freed_bytes += footprint(0 if stored is None else stored.size_bytes)
+        freed_bytes += chosen[entry.digest].freed_bytes
         if freed_bytes >= needed_bytes:
-            return list(chosen.values())
+            break
         parent = None if stored is None else stored.info.parent
         above = None if parent is None else load_or_none(txn, parent)
         if parent is not None and above is not None and is_free_leaf(parent):
             heapq.heappush(exposed, _entry(parent, above.stamp, places))
-    return None
+    return list(chosen.values())
 
 
-def delete_victims(txn: Transaction, victims: Sequence[Victim]) -> int:
-    """Delete them; returns about how many bytes that freed."""
+def delete_victims(txn: Transaction, victims: Sequence[Victim]) -> None:
     for victim in victims:
         delete_record(txn, victim.digest, victim.stored)
         txn.delete(keys.use(victim.stamp, victim.digest))
-    return sum(footprint(v.stored.size_bytes if v.stored else 0) for v in victims)
 
 
 def _entry(digest: bytes, stamp: int, places: Mapping[bytes, int]) -> _Entry:

@@ -136,6 +136,13 @@ class MemorySnapshots:
         with self._life.read():
             return self._size_bytes
 
+    def shrink(self, limit_bytes: int) -> int:
+        with self._life.write():
+            gone = self._choose(self._size_bytes - limit_bytes, self._spared(()))
+            for digest in gone:
+                self._delete(digest)
+            return len(gone)
+
     def flush(self) -> None:
         with self._life.read():
             pass  # there is nothing that could be lost later than now
@@ -164,21 +171,27 @@ class MemorySnapshots:
         excess_bytes = self._size_bytes + needed_bytes - self._budget_bytes
         if excess_bytes <= 0:
             return
-        keep = self._spared(incoming)
-        gone: set[bytes] = set()
-        while excess_bytes > 0:
-            victim = next((d for d in self._entries if self._may_go(d, gone, keep)), None)
-            if victim is None:
-                raise StoreFull(
-                    "the states do not fit into the budget and nothing more can be evicted",
-                    value=f"{needed_bytes} bytes needed",
-                    limit=f"{self._budget_bytes} bytes",
-                    remedy="raise the budget, unpin or delete sessions",
-                )
-            gone.add(victim)
-            excess_bytes -= self._entries[victim].size_bytes
+        gone = self._choose(excess_bytes, self._spared(incoming))
+        if sum(self._entries[digest].size_bytes for digest in gone) < excess_bytes:
+            raise StoreFull(
+                "the states do not fit into the budget and nothing more can be evicted",
+                value=f"{needed_bytes} bytes needed",
+                limit=f"{self._budget_bytes} bytes",
+                remedy="raise the budget, unpin or delete sessions",
+            )
         for digest in gone:
             self._delete(digest)
+
+    def _choose(self, needed_bytes: int, keep: set[bytes]) -> set[bytes]:
+        """What to delete so that `needed_bytes` become free, or all that may go."""
+        gone: set[bytes] = set()
+        while needed_bytes > 0:
+            victim = next((d for d in self._entries if self._may_go(d, gone, keep)), None)
+            if victim is None:
+                break
+            gone.add(victim)
+            needed_bytes -= self._entries[victim].size_bytes
+        return gone
 
     def _may_go(self, digest: bytes, gone: set[bytes], keep: set[bytes]) -> bool:
         return (

@@ -233,5 +233,9 @@ class Snapshots(Protocol):
     def size_bytes(self) -> int:
         """Bytes in use by snapshots, as the budget counts them."""
 
+    def shrink(self, limit_bytes: int) -> int:
+        """Evict in the usual order until `size_bytes() <= limit_bytes` or nothing more may go; how
+        many snapshots went. The file itself shrinks when it is compacted."""
+
     def flush(self) -> None:
         """Return when everything put so far would survive a power loss."""

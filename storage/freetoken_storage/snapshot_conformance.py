@@ -270,6 +270,26 @@ def nothing_left_to_evict(store: AnyDatabase) -> None:
         read_back(store, snapshot(label, size_bytes=SNAPSHOT_BYTES))
 
 
+def shrinking(store: AnyDatabase) -> None:
+    """Children before parents, oldest first, pins spared; 0 drops all that may go."""
+    snapshots = store.snapshots
+    assert snapshots.shrink(0) == 0
+    _fill(store, ["a"])
+    _fill(store, ["b"], "a")
+    _fill(store, ["c", "d"])
+    snapshots.touch([digest("c")])
+    size_bytes = snapshots.size_bytes()
+    assert snapshots.shrink(size_bytes) == 0
+    assert snapshots.shrink(size_bytes - SNAPSHOT_BYTES // 2) == 1
+    assert present(store, "abcd") == ["a", "c", "d"]
+    snapshots.pin("owner", [digest("d")])
+    assert snapshots.shrink(size_bytes - 2 * SNAPSHOT_BYTES) == 1
+    assert present(store, "abcd") == ["c", "d"]
+    assert snapshots.shrink(0) == 1
+    assert present(store, "abcd") == ["d"]
+    read_back(store, snapshot("d", size_bytes=SNAPSHOT_BYTES))
+
+
 SNAPSHOT_CHECKS: tuple[Check, ...] = (
     round_trips,
     large_snapshots,
@@ -280,6 +300,7 @@ SNAPSHOT_CHECKS: tuple[Check, ...] = (
     consistent_readers,
     flushes,
     sizes_shrink,
+    shrinking,
 )
 
 BUDGET_CHECKS: tuple[Check, ...] = (

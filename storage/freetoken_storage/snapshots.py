@@ -8,7 +8,7 @@ in memory between writes (`touch`) and written with the next one.
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from . import keys, values
@@ -38,8 +38,18 @@ from .transactions import Environment, Transaction
 
 TRANSACTION_BYTES = 8 << 20
 MIN_EVICTION_BYTES = 1 << 20
+# Looking for the oldest leaf may mean to look at many old branches: make room for several puts.
+EVICTION_SHARE = 64
 DISK_FULL = "the disk is nearly full: the oldest states were evicted"
 MAX_ATTEMPTS = 4  # of one write on a full disk, each after evicting what it needs
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """What an eviction did. `size_bytes`: about how much room it made."""
+
+    count: int
+    size_bytes: int
 
 
 class StoredReader:
@@ -170,6 +180,10 @@ class StoredSnapshots:
             with self._write():
                 pass
 
+    def shrink(self, limit_bytes: int) -> int:
+        excess_bytes = self.size_bytes() - limit_bytes
+        return self._evict(0, set(), wanted_bytes=excess_bytes).count
+
     def sweep(self) -> int:
         """Remove what a killed process left half written; returns the number of blobs. Only while
         no other process has the store open."""
@@ -278,7 +292,8 @@ class StoredSnapshots:
         excess_bytes = self.size_bytes() + needed_bytes - limit.size_bytes
         if excess_bytes <= 0:
             return
-        if not self._evict(excess_bytes, protected):
+        wanted_bytes = excess_bytes + limit.size_bytes // EVICTION_SHARE
+        if not self._evict(excess_bytes, protected, wanted_bytes=wanted_bytes).count:
             raise StoreFull(
                 "the states do not fit into the disk budget and nothing more can be evicted",
                 value=f"{needed_bytes} bytes needed",
@@ -288,29 +303,35 @@ class StoredSnapshots:
         if limit.by_disk:
             self._notify(DISK_FULL)
 
-    def _evict(self, needed_bytes: int, protected: set[bytes]) -> bool:
-        """Delete the least valuable snapshots; False, and nothing is deleted, if that would not
-        free `needed_bytes`. A delete writes pages too: on a full disk a few at a time."""
+    def _evict(self, needed_bytes: int, protected: set[bytes], *, wanted_bytes: int = 0) -> Evicted:
+        """Delete the least valuable snapshots until `needed_bytes`, and if possible `wanted_bytes`,
+        are free; nothing is deleted if that would not free `needed_bytes`. A delete writes pages,
+        too: on a full disk it goes a few at a time."""
         self._environment.reap_readers()
-        with self._lock:
-            recent = list(self._touched)
-        portion_bytes, freed_bytes = needed_bytes, 0
-        victims: list[Victim] | None = []
-        while freed_bytes < needed_bytes:
+        wanted_bytes = max(needed_bytes, wanted_bytes)
+        portion_bytes, evicted = wanted_bytes, Evicted(0, 0)
+        victims: list[Victim] = []
+        while evicted.size_bytes < wanted_bytes:
             try:
                 with self._environment.write() as txn:
-                    wanted_bytes = min(portion_bytes, needed_bytes - freed_bytes)
-                    victims = choose(txn, wanted_bytes, protected, recent)
-                    if victims is None:
-                        return False
-                    portion_freed_bytes = delete_victims(txn, victims)
+                    limit_bytes = min(portion_bytes, wanted_bytes - evicted.size_bytes)
+                    victims = choose(txn, limit_bytes, protected, self._recent())
+                    gained_bytes = sum(victim.freed_bytes for victim in victims)
+                    everything = portion_bytes == wanted_bytes and not evicted.count
+                    if not victims or (everything and gained_bytes < needed_bytes):
+                        break
+                    delete_victims(txn, victims)
                 self._release_pages()
-                freed_bytes += portion_freed_bytes
+                evicted = Evicted(evicted.count + len(victims), evicted.size_bytes + gained_bytes)
             except StoreFull:
-                if victims is None or len(victims) <= 1:
+                if len(victims) <= 1:
                     raise
                 portion_bytes //= 4
-        return True
+        return evicted
+
+    def _recent(self) -> list[bytes]:
+        with self._lock:
+            return list(self._touched)
 
     def _release_pages(self) -> None:
         """A small commit after one that deleted: LMDB reuses pages one commit later, and until then
@@ -330,7 +351,7 @@ class StoredSnapshots:
                 return
             except StoreFull:
                 last = attempt == MAX_ATTEMPTS - 1
-                if last or not self._evict(max(needed_bytes, MIN_EVICTION_BYTES), protected):
+                if last or not self._evict(needed_bytes + MIN_EVICTION_BYTES, protected).count:
                     raise
                 self._notify(DISK_FULL)
 

@@ -90,6 +90,7 @@ def writes(store: AnyDatabase) -> list[Callable[[], object]]:
         lambda: snapshots.put([snapshot("new")]),
         lambda: snapshots.remove([digest("x")]),
         lambda: snapshots.pin("owner", [digest("x")]),
+        lambda: snapshots.shrink(-1),
         lambda: store.set_meta("key", b""),
         lambda: store.compact(),
     ]
