@@ -35,8 +35,8 @@ class Writer(Protocol):
     def rest(self, decoding: bool) -> None:
         """Tokens are being decoded, or no longer."""
 
-    def drain(self, resident: Resident) -> None:
-        """Return when what was enqueued for this resident is written or has failed."""
+    def drain(self, resident: Resident | None = None) -> None:
+        """Return when what was enqueued, for this resident or at all, is written or has failed."""
 
     def cancel(self, ids: Ids) -> None:
         """Drop queued paths that begin with `ids`; wait for one that is being written."""
@@ -144,11 +144,17 @@ class StateKeeper:
             return True
         for resident in self._index.victims():
             resident.sequence.settle()
+        drained = self.writer is None
         while self._budget.missing(size_bytes):
             victims = self._index.victims()
-            if not victims:
+            on_disk = bool(victims) and victims[0].persisted_rows == victims[0].sequence.length
+            if self.writer is not None and not drained and not on_disk:
+                self.writer.drain()  # what waits to be written holds memory, too
+                drained = True
+            elif victims:
+                self.evict(victims[0])
+            else:
                 return False
-            self.evict(victims[0])
         return True
 
     def evict(self, resident: Resident) -> None:

@@ -73,9 +73,12 @@ class Persister:
                 self._decoding = decoding
                 self._changed.notify_all()
 
-    def drain(self, resident: Resident) -> None:
-        """Return when what was enqueued for this resident is written or has failed."""
-        self._wait(lambda: resident in self._queue or self._is_active(resident))
+    def drain(self, resident: Resident | None = None) -> None:
+        """Return when what was enqueued, for this resident or at all, is written or has failed."""
+        if resident is None:
+            self._wait(lambda: bool(self._queue) or self._active is not None)
+        else:
+            self._wait(lambda: resident in self._queue or self._is_active(resident))
 
     def cancel(self, ids: Ids) -> None:
         """Drop queued paths that begin with `ids`; a path being written ends after its block."""
@@ -109,7 +112,7 @@ class Persister:
         error of a write since the last flush; what it concerned is not on disk."""
         with self._changed:
             reported = self._reported
-        self._wait(lambda: bool(self._queue) or self._active is not None)
+        self.drain()
         with self._changed:
             error, failed = self._last_error, self._errors > reported
             self._reported = self._errors
@@ -154,28 +157,33 @@ class Persister:
             pass
 
     def _run_one(self) -> bool:
-        """Write the next job. In a function of its own, so that nothing holds the job's rows while
-        the thread waits for another."""
+        """Write the next job. Nothing may hold its rows once it counts as done: whoever waits for
+        that wants their memory."""
         job = self._next()
         if job is None:
             return False
-        error: FreetokenError | None = None
-        try:
-            self._write(job)
-        except FreetokenError as fault:
-            error = fault
-        except Exception as fault:  # noqa: BLE001 - the thread's edge: it must survive
-            _log.error("writing a state failed", exc_info=fault)
-            error = EngineFault("writing a state failed", value=repr(fault))
+        error = self._attempt(job)
+        del job
         with self._changed:
             if error is not None:
                 self._errors += 1
-                error.__cause__ = error.__context__ = None
-                self._last_error = error.with_traceback(None)  # frames would hold the rows
+                self._last_error = error
             self._active = None
             self._dropped = None
             self._changed.notify_all()
         return True
+
+    def _attempt(self, job: _Job) -> FreetokenError | None:
+        """Write a job; returns what went wrong, without the frames that hold the job's rows."""
+        try:
+            self._write(job)
+        except FreetokenError as fault:
+            fault.__cause__ = fault.__context__ = None
+            return fault.with_traceback(None)
+        except Exception as fault:  # noqa: BLE001 - the thread's edge: it must survive
+            _log.error("writing a state failed", exc_info=fault)
+            return EngineFault("writing a state failed", value=repr(fault))
+        return None
 
     def _next(self) -> _Job | None:
         with self._changed:
