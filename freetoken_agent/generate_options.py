@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of `generate`: names, ranges, and which of them can be honoured."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -56,7 +55,7 @@ _UNBOUND: Mapping[str, object] = {
     "parallel_tool_calls": True,
     "output_schema": None,
 }
-_INTEGERS = {"max_tokens": (1, math.inf), "top_k": (0, math.inf), "seed": (0, 2**63 - 1)}
+_INTEGERS = {"max_tokens": (1, 1 << 31), "top_k": (0, 1 << 31), "seed": (0, (1 << 63) - 1)}
 _NUMBERS = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
