@@ -10,6 +10,7 @@ the head, and a new step behind an undo cuts the log there.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,8 @@ from . import codec
 from .codec import BranchBody, Head, LogEntry
 from .errors import InvalidEdit, NothingToRedo, NothingToUndo
 from .path import Body, Path, Place
+
+_RECENT_PATHS = 8
 
 
 @dataclass
@@ -50,13 +53,20 @@ class Branch:
     _log: list[LogEntry | None]  # None: a purge removed the entry
 
     def __init__(
-        self, sessions: Sessions, session: str, record: BranchRecord, bodies: dict[str, Body]
+        self,
+        sessions: Sessions,
+        session: str,
+        record: BranchRecord,
+        bodies: dict[str, Body],
+        known: Path | None = None,
     ) -> None:
-        """`bodies`: the stored segments known so far, shared with other branches of the session."""
+        """`bodies`: the stored segments known so far, shared with other branches of the session.
+        `known`: a path that shares nodes with this one's, so that they are not read again."""
         self._sessions = sessions
         self._session = session
         self._bodies = bodies
-        self._path = Path()
+        self._recent: OrderedDict[int, tuple[Place, ...]] = OrderedDict()  # by head node
+        self._path = known or Path()
         self._adopt(record)
 
     @classmethod
@@ -99,6 +109,7 @@ class Branch:
 
     def reload(self) -> None:
         """Read the branch again as it is stored."""
+        self._recent.clear()
         self._adopt(self._sessions.branch(self._session, self.name))
 
     def commit(
@@ -140,6 +151,7 @@ class Branch:
                 group.log_id = body.position
         elif logged:
             self._log = self._log[: body.position]
+        self._remember()
         self._path = path.committed(start, committed.node_ids)
         self._body = new_body
         self._bodies.update((p.body.id, p.body) for p in path.places[start:])
@@ -177,6 +189,7 @@ class Branch:
         tip = heads[-1] if position < len(heads) - 1 else None
         body = BranchBody(path.tail, position, tip, self._body.pins)
         self._write(Changes(head=_head_node(path), body=codec.pack_branch(body)))
+        self._remember()
         self._path, self._body = path, body
         return position if steps < 0 else position - 1
 
@@ -209,8 +222,12 @@ class Branch:
 
     def _path_at(self, head: Head | None) -> Path:
         assert head is not None, "checked by the caller"
-        records = self._nodes_to(head.node) if head.node != ROOT else []
         known = self._path.places
+        if known and known[-1].node == head.node:
+            return Path(known, head.tail)
+        if head.node in self._recent:
+            return Path(self._recent[head.node], head.tail)
+        records = self._nodes_to(head.node) if head.node != ROOT else []
         self._fetch([r.segment_id for r in records if r.segment_id not in self._bodies])
         places: list[Place] = []
         for i, record in enumerate(records):
@@ -224,6 +241,13 @@ class Branch:
                 )
             places.append(codec.unpack_node(record.body, body, record.id))
         return Path(tuple(places), head.tail)
+
+    def _remember(self) -> None:
+        """Keep the path that is being left: undo and redo often come back to it."""
+        if self._path.places:
+            self._recent[_head_node(self._path)] = self._path.places
+            if len(self._recent) > _RECENT_PATHS:
+                self._recent.popitem(last=False)
 
     def _nodes_to(self, node: int) -> list[NodeRecord]:
         try:

@@ -14,6 +14,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -116,14 +117,12 @@ def pack_tombstone(segment_id: str) -> bytes:
 
 
 def pack_node(place: Place) -> bytes:
-    return _pack(
-        {
-            "gap": _pack_ids(place.gap_ids),
-            "text": place.gap_text,
-            "joins": place.joins,
-            "stale": place.stale,
-        }
-    )
+    return _pack_node(place.gap_ids, place.gap_text, place.joins, place.stale)
+
+
+@lru_cache(maxsize=4096)  # a session has few different gaps and an early edit writes them all
+def _pack_node(gap_ids: tuple[int, ...], gap_text: str, joins: bool, stale: bool) -> bytes:
+    return _pack({"gap": _pack_ids(gap_ids), "text": gap_text, "joins": joins, "stale": stale})
 
 
 def unpack_node(data: bytes, body: Body, node: int) -> Place:

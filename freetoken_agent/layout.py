@@ -9,12 +9,13 @@ a run the ids of contents that stay are kept, and only their gap is derived anew
 import json
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import UnsupportedContent
 from .items import Item, Kind, Opener, Options, Piece
 from .path import (
+    PREAMBLE_LENGTH,
     Body,
     New,
     Path,
@@ -22,7 +23,6 @@ from .path import (
     Slot,
     Tail,
     both_assistant,
-    item_of,
     natural,
     preamble_length,
     settled,
@@ -64,30 +64,22 @@ class Layout:
 
         Returns `path` itself when nothing changed.
         """
-        for slot in slots:
+        start, stop = _window(path, slots)
+        for slot in slots[start:stop]:
             if isinstance(slot, New):
                 _check_text(slot)
-        joins = [_joins(path, slots, i) for i in range(len(slots))]
+        joins = {i: _joins(path, slots, i) for i in range(start, stop)}
         touched = _touched(path, slots, joins)
-        items = _items(slots, joins, tail)
+        items = _items(slots[: max(touched, default=-1) + 2], joins, tail, whole=len(slots))
         places: list[Place] = []
-        start = 0
-        while start < len(slots):
-            if start not in touched:
-                kept = slots[start]
-                assert isinstance(kept, Place), "a new content must be laid out"
-                places.append(kept)
-                start += 1
-                continue
-            stop = start + 1
-            while stop in touched:
-                stop += 1
-            pieces = self.format.layout(items[:stop], start=start, options=self.options)
-            for index, piece in zip(range(start, stop), pieces, strict=True):
-                place = self._place(slots[index], piece, joins[index], ids_before(places))
+        for run in _runs(touched):
+            places += _kept(slots[len(places) : run.start])
+            pieces = self.format.layout(items[: run.stop], start=run.start, options=self.options)
+            for index, piece in zip(run, pieces, strict=True):
+                place = self._place(slots[index], piece, joins.get(index), ids_before(places))
                 items[index] = replace(items[index], ids=place.body.ids)
                 places.append(place)
-            start = stop
+        places += _kept(slots[len(places) :])
         return settled(path, places, tail)
 
     def opener(self, path: Path, thinking: bool | None) -> Opener:
@@ -98,8 +90,11 @@ class Layout:
         """The ids decoded in the context of their predecessors."""
         return self.tokenizer.decode(ids, after=before[-_DECODE_CONTEXT:]) if ids else ""
 
-    def _place(self, slot: Slot, piece: Piece, joins: bool, before: tuple[int, ...]) -> Place:
+    def _place(
+        self, slot: Slot, piece: Piece, joins: bool | None, before: tuple[int, ...]
+    ) -> Place:
         gap_text = self.text_of(piece.gap_ids, before)
+        joins = slot.joins if joins is None else joins
         if isinstance(slot, Place):
             return replace(slot, gap_ids=piece.gap_ids, gap_text=gap_text, joins=joins)
         body = self._body(slot, piece, (*before, *piece.gap_ids))
@@ -148,6 +143,37 @@ def ids_before(places: Sequence[Place]) -> tuple[int, ...]:
     return out[-_DECODE_CONTEXT:]
 
 
+def _window(path: Path, slots: Sequence[Slot]) -> tuple[int, int]:
+    """The slots that are new, that changed, or whose left neighbour did: [start, stop)."""
+    old = path.places
+    shorter = min(len(old), len(slots))
+    start = 0
+    while start < shorter and slots[start] is old[start]:
+        start += 1
+    same = 0
+    while same < shorter - start and slots[-1 - same] is old[-1 - same]:
+        same += 1
+    return start, min(len(slots) - same + 1, len(slots))
+
+
+def _runs(indices: set[int]) -> list[range]:
+    """Maximal runs of consecutive indices, in order."""
+    runs: list[range] = []
+    for index in sorted(indices):
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs
+
+
+def _kept(slots: Sequence[Slot]) -> list[Place]:
+    """Slots that are not laid out again, so they are places."""
+    kept = [slot for slot in slots if isinstance(slot, Place)]
+    assert len(kept) == len(slots), "a new content must be laid out"
+    return kept
+
+
 def _same_neighbour(path: Path, slots: Sequence[Slot], index: int) -> bool:
     """Whether the place at `index` stays and has the left neighbour it had."""
     slot = slots[index]
@@ -171,42 +197,50 @@ def _joins(path: Path, slots: Sequence[Slot], index: int) -> bool:
     return right.joins or natural(left.kind, right.kind)
 
 
-def _touched(path: Path, slots: Sequence[Slot], joins: Sequence[bool]) -> set[int]:
-    """Slots to lay out again. A changed preamble is laid out whole, with what follows it."""
+def _touched(path: Path, slots: Sequence[Slot], joins: Mapping[int, bool]) -> set[int]:
+    """Slots to lay out again, among those of the window. A changed preamble is laid out whole,
+    with what follows it."""
     touched = {
         i
-        for i, slot in enumerate(slots)
-        if isinstance(slot, New) or slot.joins != joins[i] or not _same_neighbour(path, slots, i)
+        for i, joined in joins.items()
+        if isinstance(slots[i], New)
+        or slots[i].joins != joined
+        or not _same_neighbour(path, slots, i)
     }
-    length = preamble_length([slot.kind for slot in slots])
-    kept = [slot.body.id for slot in slots[:length] if isinstance(slot, Place)]
-    before = [place.body.id for place in path.places[: path.preamble_length]]
-    if len(kept) != length or kept != before:
-        touched.update(range(min(length + 1, len(slots))))
+    if touched and min(touched) <= PREAMBLE_LENGTH:
+        length = preamble_length([slot.kind for slot in slots[: PREAMBLE_LENGTH + 1]])
+        kept = [slot.body.id for slot in slots[:length] if isinstance(slot, Place)]
+        before = [place.body.id for place in path.places[: path.preamble_length]]
+        if len(kept) != length or kept != before:
+            touched.update(range(min(length + 1, len(slots))))
     return touched
 
 
-def _items(slots: Sequence[Slot], joins: Sequence[bool], tail: Tail) -> list[Item]:
+def _items(
+    slots: Sequence[Slot], joins: Mapping[int, bool], tail: Tail, *, whole: int
+) -> list[Item]:
+    """The first slots as the template sees them; there are `whole` slots in all."""
     items = []
     for i, slot in enumerate(slots):
         state = tail
         if i + 1 < len(slots):
-            state = turn_state(slot.kind, slots[i + 1].kind, joins=joins[i + 1])
-        elif tail == "open" and slot.kind == "text":
+            follower = slots[i + 1]
+            joined = joins.get(i + 1, follower.joins)
+            state = turn_state(slot.kind, follower.kind, joins=joined)
+        elif len(slots) == whole and tail == "open" and slot.kind == "text":
             state = "partial"
-        if isinstance(slot, Place):
-            items.append(item_of(slot.body, state))
-            continue
-        items.append(
-            Item(
-                kind=slot.kind,
-                text=slot.text,
-                name=slot.name,
-                arguments=slot.arguments,
-                call_id=slot.call_id,
-                open=state != "closed",
-                partial=state == "partial",
-                error=slot.error,
-            )
-        )
+        items.append(slot.body.item(state) if isinstance(slot, Place) else _item(slot, state))
     return items
+
+
+def _item(new: New, state: Tail) -> Item:
+    return Item(
+        kind=new.kind,
+        text=new.text,
+        name=new.name,
+        arguments=new.arguments,
+        call_id=new.call_id,
+        open=state != "closed",
+        partial=state == "partial",
+        error=new.error,
+    )

@@ -32,6 +32,7 @@ _NATURAL = frozenset(
     )
 )
 PREAMBLE_KINDS = frozenset(("system", "tools"))
+PREAMBLE_LENGTH = len(PREAMBLE_KINDS)  # at most
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,27 @@ class Body:
     replaces: str | None = None
     source: Source = "caller"
     meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def item(self, tail: Tail) -> Item:
+        """The segment as the template sees it when the turn stands like `tail` behind it."""
+        made = self._items.get(tail)
+        if made is None:
+            made = self._items[tail] = Item(
+                kind=self.kind,
+                text="" if self.kind == "tool_call" else self.content,
+                name=self.name,
+                arguments=self.arguments,
+                call_id=self.call_id,
+                open=tail != "closed",
+                partial=tail == "partial",
+                error=self.error,
+                ids=self.ids,
+            )
+        return made
+
+    @cached_property
+    def _items(self) -> dict[Tail, Item]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -203,7 +225,10 @@ class Path:
 
     def committed(self, start: int, node_ids: Sequence[int]) -> "Path":
         """The places from `start` on have been given these node ids."""
-        named = (replace(p, node=n) for p, n in zip(self.places[start:], node_ids, strict=True))
+        named = (
+            Place(p.body, p.gap_ids, p.gap_text, p.joins, p.stale, node)
+            for p, node in zip(self.places[start:], node_ids, strict=True)
+        )
         return Path((*self.places[:start], *named), self.tail)
 
     def items(self) -> list[Item]:
@@ -215,7 +240,7 @@ class Path:
                 tail = turn_state(place.kind, follower.kind, joins=follower.joins)
             else:  # a text has no closer of its own: an open turn at a text continues the text
                 tail = "partial" if self.tail == "open" and place.kind == "text" else self.tail
-            out.append(item_of(place.body, tail))
+            out.append(place.body.item(tail))
         return out
 
 
@@ -229,7 +254,10 @@ def settled(path: Path, places: Sequence[Place], tail: Tail) -> Path:
         same += 1
     if same == len(places) == len(path.places) and tail == path.tail:
         return path
-    fresh = (p if p.node is None else replace(p, node=None) for p in places[same:])
+    fresh = (
+        p if p.node is None else Place(p.body, p.gap_ids, p.gap_text, p.joins, p.stale)
+        for p in places[same:]
+    )
     return Path((*path.places[:same], *fresh), tail)
 
 
@@ -252,19 +280,3 @@ def turn_state(left: Kind, right: Kind, *, joins: bool) -> Tail:
     if not joins:
         return "closed"
     return "partial" if continues(left, right) else "open"
-
-
-def item_of(body: Body, tail: Tail) -> Item:
-    """A stored segment as the template sees it. A call's or a tool list's text is not shown."""
-    text = "" if body.kind == "tool_call" else body.content
-    return Item(
-        kind=body.kind,
-        text=text,
-        name=body.name,
-        arguments=body.arguments,
-        call_id=body.call_id,
-        open=tail != "closed",
-        partial=tail == "partial",
-        error=body.error,
-        ids=body.ids,
-    )

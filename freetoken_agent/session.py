@@ -254,7 +254,7 @@ class Session(SessionReader):
             record = forks.create_named(sessions, self.name, "fork", head=node, body=body)
         else:
             record = sessions.create_branch(self.name, name, head=node, body=body)
-        branch = Branch(sessions, self.name, record, handle.context.bodies)
+        branch = Branch(sessions, self.name, record, handle.context.bodies, cut)
         return Session(handle.context, branch)
 
     def open_branch(self, name: str) -> "Session":

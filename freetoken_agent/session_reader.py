@@ -205,6 +205,7 @@ class SessionReader:
         cached = self._cached
         if cached is not None and cached[0] is path and cached[1] == anchors:
             return cached[2]
-        found = views.segments(path, anchors=anchors)
+        known = () if cached is None else cached[2]
+        found = views.segments(path, anchors=anchors, known={s.id: s for s in known})
         self._cached = (path, anchors, found)
         return found

@@ -3,7 +3,8 @@
 
 import copy
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from .model import ContextOverflow, Model, PathPlan
@@ -75,15 +76,29 @@ def frame(place: Place, turn: int | None) -> Segment:
 
 
 def segments(
-    path: Path, indices: Iterable[int] | None = None, *, anchors: Container[int] = ()
+    path: Path,
+    indices: Iterable[int] | None = None,
+    *,
+    anchors: Container[int] = (),
+    known: Mapping[str, Segment] = MappingProxyType({}),
 ) -> list[Segment]:
-    """Snapshots of the named places, or of all. `anchors`: positions with a restorable state."""
+    """Snapshots of the named places, or of all. `anchors`: positions with a restorable state.
+    `known`: earlier snapshots by id, used again where nothing about their place changed."""
     chosen = range(len(path.places)) if indices is None else indices
     places, turns, ends = path.places, path.turns, path.ends
-    return [
-        segment(places[i].body, place=places[i], turn=turns[i], anchored=ends[i] in anchors)
-        for i in chosen
-    ]
+    found = []
+    for i in chosen:
+        place, turn, anchored = places[i], turns[i], ends[i] in anchors
+        old = known.get(place.body.id)
+        if old is None or (old.turn, old.frame_tokens, old.stale, old.anchored) != (
+            turn,
+            len(place.gap_ids),
+            place.stale,
+            anchored,
+        ):
+            old = segment(place.body, place=place, turn=turn, anchored=anchored)
+        found.append(old)
+    return found
 
 
 def turns(found: Sequence[Segment]) -> list[Turn]:

@@ -88,6 +88,31 @@ def test_rule03_one_call_is_one_step(session: Session, model: ScriptedModel) -> 
     assert redo_error.value.code == "nothing_to_redo"
 
 
+def test_rule03_the_log_survives_reopening(tmp_path: Path, model: ScriptedModel) -> None:
+    """Oracle: the steps as they were made; an edit after undos dropped the redo for good."""
+    with Store(tmp_path / "store") as store:
+        session = store.create("s", model)
+        for text in "abcd":
+            session.append("user", text)
+        session.undo(3)
+        session.append("assistant", "x")
+        session.append("user", "y")
+        session.undo()
+    with Store(tmp_path / "store") as store:
+        session = store.open("s", model)
+        assert _texts(session) == ["a", "x"]
+        with pytest.raises(NothingToRedo):
+            session.redo(2)
+        session.redo()
+        assert _texts(session) == ["a", "x", "y"]
+        with pytest.raises(NothingToRedo):
+            session.redo()
+        session.undo(3)
+        assert session.path() == []
+        with pytest.raises(NothingToUndo):
+            session.undo()
+
+
 def test_rule03_a_batch_is_one_commit_and_one_step(session: Session) -> None:
     """Oracle: version + 1, and one undo."""
     session.append("user", "a")
