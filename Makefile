@@ -5,7 +5,7 @@ CLI := $(VENV)/bin/freetoken-agent
 STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test prove check bench clean
+.PHONY: demo test prove check bench docs clean
 
 # torch first, by itself and pinned, so that a CPU build at hand is taken before anything asks for more.
 $(STAMP): pyproject.toml constraints.txt
@@ -37,6 +37,11 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(CLI) pull smollm2
 	$(CLI) bench all
+
+# Pages that are made, not written. TEMPLATES: a folder of chat templates.
+TEMPLATES ?= ../shared/templates
+docs: $(STAMP)
+	$(PY) docs/templates_table.py $(TEMPLATES) > docs/templates.md
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
