@@ -21,6 +21,7 @@ from freetoken_storage.errors import StoreMismatch
 from freetoken_storage.records import Snapshots
 
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
+from .contention import ThreadGovernor
 from .errors import ContextOverflow, InvalidAnchors, InvalidConfig, InvalidIds
 from .generation import Generation
 from .memory import MemoryBudget, return_freed_memory
@@ -74,7 +75,8 @@ class Engine:
         )
         self._store_lock = threading.Lock()
         self._persister: Persister | None = None
-        self._runner = Runner(model.decoder)
+        self._governor = ThreadGovernor(config.threads)
+        self._runner = Runner(model.decoder, self._governor)
         self._keeper.on_restored = self._runner.rates.restored
         self._worker = Worker(
             self._runner,
@@ -271,7 +273,7 @@ class Engine:
             persisted_bytes=persister.written_bytes if persister is not None else 0,
             persist_backlog_bytes=persister.backlog_bytes if persister is not None else 0,
             evicted_paths=self._keeper.evicted,
-            compute_threads=self._config.threads,
+            compute_threads=self._governor.threads,
             store_error=str(error) if error is not None else None,
         )
 

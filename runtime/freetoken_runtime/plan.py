@@ -10,6 +10,7 @@ from .spec import ModelSpec
 
 _FP32 = 4
 _BLOCK = 64  # tokens of a stored block; one is staged while restoring, one while writing
+_DEQUANTISED_BYTES = 64 << 20  # the most a pass over many rows unpacks at a time
 _UNCOUNTED_BYTES = 32 << 20  # measured: allocator slack, thread stacks, a store's dirty pages
 
 
@@ -60,6 +61,8 @@ def working_bytes(spec: ModelSpec, config: ResolvedConfig) -> int:
     rows = config.prefill_chunk + config.max_batch
     activations = rows * (4 * spec.hidden_size + 2 * widest) * _FP32
     logits = 3 * config.max_batch * spec.vocab_size * _FP32
-    dequantised = matrix * _FP32 if config.quant or config.dtype != "float32" else 0
+    dequantised = (
+        min(matrix * _FP32, _DEQUANTISED_BYTES) if config.quant or config.dtype != "float32" else 0
+    )
     blocks = 4 * _BLOCK * spec.bytes_per_token(_FP32)
     return activations + logits + dequantised + blocks + _UNCOUNTED_BYTES

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .batch import Batch, Form, RowGroup, SequenceRows
+from .contention import ThreadGovernor
 from .models.decoder import Decoder
 from .rates import Rates
 from .state.digest import Ids
@@ -31,8 +32,9 @@ class Work:
 class Runner:
     """Owner thread only. `rows` and `seconds` grow with every pass."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, governor: ThreadGovernor) -> None:
         self._decoder = decoder
+        self._governor = governor
         self.vocab_size = decoder.spec.vocab_size
         self.few_rows = decoder.few_rows
         self.rates = Rates()
@@ -54,6 +56,7 @@ class Runner:
     def forward(self, works: SequenceOf[Work]) -> list[torch.Tensor]:
         """Forward the ids of each work and make its rows permanent. Returns the wanted hidden rows
         of each, [wanted, H] fp32, in the order given. If it raises, no sequence has changed."""
+        self._governor.before_pass()
         started = time.perf_counter()
         begun: list[Sequence] = []
         try:

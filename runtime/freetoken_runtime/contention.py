@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many compute threads are worth using right now.
+
+Beside one busy process an OpenMP team of two takes about 8 ms for any operation, because a member
+that was descheduled is waited for; one thread keeps its speed. So a team is probed with a tiny
+parallel operation before it is trusted with a pass, and given up when the probe stalls.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+STALL_S = 0.002  # a probe takes about 20 µs in a healthy team
+PROBE_EVERY_S = 0.02  # while the team is in use
+RETRY_S = 0.25  # after a stall; doubles with each further one
+MAX_RETRY_S = 4.0
+_PROBES = 3
+_PROBE_ELEMENTS = 1 << 17  # large enough for torch to split it over the team
+
+
+class ThreadGovernor:
+    """Chooses between all threads and one. Used by the owner thread, before each pass."""
+
+    def __init__(
+        self,
+        threads: int,
+        clock: Callable[[], float] = time.perf_counter,
+        probe: Callable[[], float] | None = None,
+    ) -> None:
+        self._all = threads
+        self._clock = clock
+        self._probe = probe if probe is not None else _Team().probe
+        self._retry_s = RETRY_S
+        self._next = 0.0  # when to probe again
+        self.threads = threads
+
+    def before_pass(self) -> None:
+        """Probe the team if it is time to, and set the number of compute threads."""
+        if self._all == 1 or self._clock() < self._next:
+            return
+        if self.threads == 1:
+            torch.set_num_threads(self._all)
+        stalled = any(self._probe() > STALL_S for _ in range(_PROBES))
+        if stalled:
+            torch.set_num_threads(1)
+            if self.threads == 1:
+                self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+            self.threads = 1
+            self._next = self._clock() + self._retry_s
+        else:
+            self.threads = self._all
+            self._retry_s = RETRY_S
+            self._next = self._clock() + PROBE_EVERY_S
+
+
+class _Team:
+    """A tiny operation that needs every thread."""
+
+    def __init__(self) -> None:
+        self._values = torch.zeros(_PROBE_ELEMENTS)
+
+    def probe(self) -> float:
+        started = time.perf_counter()
+        self._values.add_(1.0)
+        return time.perf_counter() - started
