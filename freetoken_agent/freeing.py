@@ -28,7 +28,12 @@ def remember(backing: Backing, model: Model) -> None:
 
 def forget(models: Sequence[Model], paths: Sequence[tuple[tuple[int, ...], int]]) -> int:
     """Drop the states of these models at or after each (ids, position); returns how many went."""
-    return sum(model.forget(ids, start) for model in models for ids, start in paths)
+    return sum(
+        model.forget(ids[: start + 1], start)
+        for model in models
+        for ids, start in paths
+        if start < min(len(ids), model.context_limit)
+    )
 
 
 def drop_absent(backing: Backing, models: Sequence[Model]) -> int:

@@ -217,7 +217,7 @@ class Handle:
         if model is None or self.context.layout is None:
             return
         ends = [path.ends[path.index[s]] for s in self.branch.pins if s in path.index]
-        pinned = [path.ids[:end] for end in ends]
+        pinned = [path.ids[:end] for end in ends if end <= model.context_limit]
         if pinned != self._pinned:
             model.pin(f"{self.context.owner}/{self.branch.name}", pinned)
             self._pinned = pinned

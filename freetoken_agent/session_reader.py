@@ -4,6 +4,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+from freetoken_storage.errors import StoreDamaged
+
 from . import codec, lookups, views
 from .binding import Binding
 from .branch import Branch
@@ -11,7 +13,7 @@ from .errors import InvalidEdit
 from .generate_options import GenerateKwargs, GenerateOptions
 from .handle import Context, Handle, plan_of
 from .messages import MessageFormat, emit_messages
-from .model import Model
+from .model import Model, ModelClosed
 from .path import Path
 from .segments import BranchInfo, Diff, ReusePlan, Segment, Tree, TreeNode, Turn
 
@@ -109,13 +111,18 @@ class SessionReader:
         heads: dict[int, list[str]] = {}
         for record in context.sessions.branches(self.name):
             heads.setdefault(record.head, []).append(record.name)
+        stored = list(context.sessions.nodes(self.name))  # before the segments: none is missing
         bodies = {body.id: body for body in lookups.all_bodies(context)}
         on_path = {place.node for place in self._handle.branch.path.places}
         index: dict[int, int] = {}
         turns: dict[int, int | None] = {}
         nodes: list[TreeNode] = []
-        for node in context.sessions.nodes(self.name):
-            body = bodies[node.segment_id]
+        for node in stored:
+            body = bodies.get(node.segment_id)
+            if body is None:
+                raise StoreDamaged(
+                    f"a segment of session {self.name!r} is missing", value=node.segment_id
+                )
             place = codec.unpack_node(node.body, body, node.id)
             turn = turns.get(node.parent)
             turns[node.id] = (-1 if turn is None else turn) + 1 if body.kind == "user" else turn
@@ -198,10 +205,7 @@ class SessionReader:
 
     def _segments(self, path: Path) -> list[Segment]:
         """Snapshots of a path, cached while neither the path nor its anchors change."""
-        context = self._handle.context
-        anchors: Sequence[int] = ()
-        if context.model is not None and context.layout is not None and path.ids:
-            anchors = context.model.anchors(path.ids)
+        anchors = self._anchors(path)
         cached = self._cached
         if cached is not None and cached[0] is path and cached[1] == anchors:
             return cached[2]
@@ -209,3 +213,12 @@ class SessionReader:
         found = views.segments(path, anchors=anchors, known={s.id: s for s in known})
         self._cached = (path, anchors, found)
         return found
+
+    def _anchors(self, path: Path) -> Sequence[int]:
+        context = self._handle.context
+        if context.model is None or context.layout is None or not path.ids:
+            return ()
+        try:
+            return context.model.anchors(path.ids[: context.model.context_limit])
+        except ModelClosed:  # the session outlives its model; no state can be restored
+            return ()

@@ -254,6 +254,24 @@ def test_rule03_five_branches_are_written_at_once(tmp_path: Path, model: Scripte
             assert _texts(store.open("s", model, branch=name)) == texts
 
 
+def test_rule03_threads_take_turns_on_one_handle(session: Session) -> None:
+    """Oracle: every text is there once, and each thread's own come in its order."""
+
+    def write(name: int) -> None:
+        for step in range(10):
+            session.append("user", f"{name}-{step}")
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in range(4):
+        mine = [text for text in _texts(session) if text.startswith(f"{name}-")]
+        assert mine == [f"{name}-{step}" for step in range(10)]
+    assert session.version == 41
+
+
 def test_rule03_forks_share_the_prefix_without_copying(session: Session) -> None:
     """Oracle: the number of stored places does not grow with a fork."""
     for i in range(10):

@@ -211,6 +211,17 @@ async def test_purge_drops_the_states_of_models_that_are_not_here(tmp_path: Path
         assert again.plan(ids).reused_tokens == 0
 
 
+async def test_purge_beyond_the_context(store: Store) -> None:
+    """Oracle: a path too long to be forwarded has no states, and is purged like any other."""
+    session = store.create("s", ScriptedModel(context_limit=50))
+    session.append("user", "x" * 100)
+    secret = session.append("assistant", CANARY)
+    session.undo()
+    report = await session.purge(secret)
+    assert (report.segments, report.num_states) == ((secret.id,), 0)
+    store.delete("s")
+
+
 async def test_purge_waits_for_generations_whose_logs_it_rewrites(
     store: Store, model: ScriptedModel
 ) -> None:

@@ -3,10 +3,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
-from freetoken_agent import InvalidEdit, SegmentNotFound, Session, Store
+from freetoken_agent import InvalidEdit, ModelClosed, SegmentNotFound, Session, Store
 from freetoken_agent.testing import Call, ScriptedModel, Think
 from freetoken_agent.views import diff as diff_paths
 
@@ -134,6 +135,29 @@ def test_session_anchored_says_where_a_state_can_be_restored(
     assert not any(s.anchored for s in session.path())
 
 
+def test_session_reads_without_its_model(session: Session, model: ScriptedModel) -> None:
+    """Oracle: the path before the model was closed; prices need it."""
+    session.append("user", "a")
+    model.extend("b")
+    session.generate_sync()
+    before = session.path()
+    model.close()
+    model.anchors = lambda ids: _closed()  # type: ignore[method-assign]
+    assert [s.id for s in session.path()] == [s.id for s in before]
+    assert not any(s.anchored for s in session.path())
+    assert session.tree().nodes and session.render() and session.to_messages("openai")
+    with pytest.raises(ModelClosed):
+        session.plan()
+    version = session.version
+    with pytest.raises(ModelClosed):
+        session.replace(before[1].id, "x")
+    assert session.version == version
+
+
+def _closed() -> NoReturn:
+    raise ModelClosed("the model is closed")
+
+
 def test_session_plans_name_the_segment_of_the_miss(session: Session, model: ScriptedModel) -> None:
     """Oracle: the segment that was edited."""
     session.append("user", "first question")
@@ -161,6 +185,8 @@ def test_session_a_path_beyond_the_context_is_priced_as_impossible() -> None:
         assert plan.miss.segment is not None and plan.miss.segment.id == user.id
         assert plan.miss.tokens == plan.input_tokens - 60
         assert plan.predicted_s == float("inf")
+        session.pin(user)
+        assert [s.id for s in session.path()] == [user.id]
         assert session.replace(user, "x").plan.miss is not None
         assert session.plan().predicted_s < float("inf")
 
