@@ -505,6 +505,73 @@ def test_windows_give_the_gaps_of_whole_renderings(format: ChatFormat) -> None:
     check()
 
 
+MOVING = """\
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and not messages[loop.index:] | selectattr('role', 'equalto', 'user') | list %}
+            {{- '[TOOLS]' + (tools | tojson) + '[/TOOLS]' }}
+        {%- endif %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- else %}{{ message.content + '</s>' }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+def test_rule05_tools_that_the_template_moves_stay_where_they_were_laid_out() -> None:
+    """Oracle: the text written by hand; transformers puts the tools before the last question."""
+    format = ChatFormat.learn(MOVING, TOKENIZER)
+    items = [TOOLS, USER, ANSWER, Item("user", "Bye")]
+    wanted = f"[TOOLS][{json.dumps(SCHEMA)}][/TOOLS][INST]Hi[/INST]Hello!</s>[INST]Bye"
+    assert text_of(one_by_one(format, items)) == text_of(format.layout(items)) == wanted
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Bye"},
+    ]
+    moved = rendered(MOVING, messages, tools=[SCHEMA])
+    assert moved.index("[TOOLS]") > moved.index("Hello!")
+    assert any("moves the tools" in note for note in format.report.notes)
+
+
+def test_gaps_are_cached_per_options() -> None:
+    """Oracle: the variable's value in a later gap, asked for in turns."""
+    source = SMOLLM2.replace(
+        "'<|im_start|>' + message['role']", "(mark | default('-')) + message['role']"
+    )
+    format = ChatFormat.learn(source, TOKENIZER)
+    path = [USER, ANSWER, USER]
+    for mark in ("a", "b", "a"):
+        (piece,) = format.layout(path, start=2, options=Options(variables={"mark": mark}))
+        assert piece.gap_text == f"<|im_end|>\n{mark}user\n"
+
+
+def test_an_opener_that_begins_a_thought_says_so() -> None:
+    """Oracle: the template's opener, written by hand; switched off it closes an empty thought."""
+    source = CHATML.replace(
+        "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking",
+        "{{- '<|im_start|>assistant\\n' }}\n    {%- if not (enable_thinking is defined and "
+        "enable_thinking is false) %}{{ '<think>\\n' }}{% endif %}\n    {%- if enable_thinking",
+    )
+    assert source != CHATML
+    format = ChatFormat.learn(source, TOKENIZER)
+    opener = format.opener([USER])
+    assert (opener.kind, opener.text[-8:]) == ("thinking", "<think>\n")
+    assert format.opener([USER], thinking=False).kind == "text"
+    assert CHAT.opener([USER]).kind == "text"
+
+
+def test_s54_a_template_that_wants_no_content_beside_calls_gets_none() -> None:
+    """Oracle: the same frames as from the template that does not mind."""
+    picky = (
+        "{% for m in messages if m.tool_calls and m.content == '' %}"
+        "{{ raise_exception('content must be null') }}{% endfor %}"
+    )
+    format = ChatFormat.learn(picky + CHATML, TOKENIZER)
+    assert not format.report.fallback_tools
+    items = [USER, call(1), result(1)]
+    assert text_of(format.layout(items)) == text_of(CHAT.layout(items))
+
+
 def test_a_content_that_looks_like_a_sentinel_is_only_text() -> None:
     """Oracle: the contents come back; a skeleton never holds a user's text."""
     for text in ("Zc000000Z", "Zn000001Z Zv000001Z", "Zs000000Z"):
