@@ -2,6 +2,8 @@
 """Loading as a whole: forms, reports, sizes, fingerprints."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_runtime.errors import UnsupportedQuantization
 from freetoken_runtime.testing import build_checkpoint
 from freetoken_runtime.weights import load
@@ -104,3 +107,32 @@ def test_c39_c40_fingerprints_differ_where_they_must(folder: Path, tmp_path: Pat
     config["rope_parameters"]["rope_theta"] = 20_000.0
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert differing(tmp_path) == {"weights", "rope"}
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_c54_loading_leaves_nothing_behind_but_the_weights(quant: str | None) -> None:
+    """Oracle: RssAnon of a fresh process against the bytes the decoder reports, 10 % and 16 MiB
+    for the allocator and the code that was imported on the way."""
+    try:
+        path = resolve("smollm2")
+    except ModelNotFound:
+        pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
+    code = f"""
+import torch
+from freetoken_runtime.weights import load
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon"))
+
+torch.set_num_threads(1)
+before = anonymous()
+loaded = load({str(path)!r}, quant={quant!r})
+print(anonymous() - before, loaded.decoder.size_bytes)
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    grown, size = map(int, output.split())
+    assert grown <= 1.1 * size + (16 << 20), (grown, size)
