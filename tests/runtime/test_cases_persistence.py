@@ -202,7 +202,7 @@ def flip(store: Path, needle: bytes) -> None:
     assert found, "the block was not found in the store's files"
 
 
-def test_c39_other_rope_kv_dtype_or_format_is_a_named_miss(
+def test_c39_other_rope_quantisation_kv_dtype_or_format_is_a_named_miss(
     make_engine: EngineMaker, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Same ids, same weights, one setting changed: a full prefill, and the part is named."""
@@ -228,6 +228,14 @@ def test_c39_other_rope_kv_dtype_or_format_is_a_named_miss(
     assert '"rope_theta": 10000.0' in config
     (tmp_path / "rope" / "config.json").write_text(config.replace("10000.0", "20000.0"))
     check(make_engine(database.snapshots, folder=tmp_path / "rope"), "rope")
+
+    quantised = make_engine(database.snapshots, quant="int8")
+    miss = quantised.plan(ids).miss
+    assert miss is not None
+    assert (miss.position, miss.cause, miss.tokens) == (0, "fingerprint:quantisation", 150)
+    stream = quantised.generate(ids, SamplingParams(max_tokens=2))
+    assert len(list(stream)) == 2 and stream.usage.prefill_tokens == 150
+    quantised.close()
 
     real = digests.fingerprint
     with monkeypatch.context() as patch:
