@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 from freetoken_storage.records import Snapshots
 
 from .catalog import resolve
+from .errors import TokenizerUnsupported
 from .gguf_tokenizer import load_gguf_tokenizer
 from .hf_tokenizer import HFTokenizer
 from .model import (
@@ -70,7 +71,7 @@ class LocalModel:
         and configurations, each naming the file.
         """
         path = resolve(source)
-        tokenizer = HFTokenizer.load(path) if path.is_dir() else load_gguf_tokenizer(path)
+        tokenizer = _tokenizer(path, weights)
         if tokenizer.chat_template is None:
             raise ModelUnusable(
                 "the model has no chat template",
@@ -83,7 +84,8 @@ class LocalModel:
             from freetoken_runtime import Engine, EngineConfig  # torch loads here, not on import
 
             engine = Engine.load(path, config or EngineConfig())
-        return cls(str(source), tokenizer, chat_format, engine)
+        name = path.resolve().name if Path(source).exists() else str(source)
+        return cls(name, tokenizer, chat_format, engine)
 
     def __enter__(self) -> Self:
         return self
@@ -197,3 +199,14 @@ class LocalModel:
         """Finish pending writes and give the memory back. Does nothing the second time."""
         if self._engine is not None:
             self._engine.close()
+
+
+def _tokenizer(path: Path, weights: bool) -> HFTokenizer:
+    try:
+        return HFTokenizer.load(path) if path.is_dir() else load_gguf_tokenizer(path)
+    except TokenizerUnsupported:
+        if weights:
+            from freetoken_runtime.weights import open_source
+
+            open_source(path)  # a damaged or foreign model is said to be one
+        raise

@@ -84,8 +84,13 @@ class TokenStream(Protocol):
     """A running generation. Iterating blocks the calling thread; the stop id is delivered too.
     After `cancel()` the ids already sampled are still delivered, then the iteration ends."""
 
-    usage: PathUsage  # grows while it runs, final after the last token
-    finish_reason: Literal["stop", "length", "cancelled"] | None
+    @property
+    def usage(self) -> PathUsage:
+        """Grows while it runs, final after the last token."""
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "cancelled"] | None:
+        """None until the last token was delivered."""
 
     def __iter__(self) -> Iterator[Token]: ...
 
