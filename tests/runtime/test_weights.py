@@ -112,7 +112,7 @@ def test_c39_c40_fingerprints_differ_where_they_must(folder: Path, tmp_path: Pat
 @pytest.mark.smollm2
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
 def test_c54_loading_leaves_nothing_behind_but_the_weights(quant: str | None) -> None:
-    """Oracle: RssAnon of a fresh process against the bytes the decoder reports, 10 % and 16 MiB
+    """Oracle: RssAnon of a fresh process, freed pages returned, against the bytes the decoder reports, 10 % and 16 MiB
     for the allocator and the code that was imported on the way."""
     try:
         path = resolve("smollm2")
@@ -120,6 +120,7 @@ def test_c54_loading_leaves_nothing_behind_but_the_weights(quant: str | None) ->
         pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
     code = f"""
 import torch
+from freetoken_runtime.memory import return_freed_memory
 from freetoken_runtime.weights import load
 
 def anonymous():
@@ -129,6 +130,7 @@ def anonymous():
 torch.set_num_threads(1)
 before = anonymous()
 loaded = load({str(path)!r}, quant={quant!r})
+return_freed_memory()
 print(anonymous() - before, loaded.decoder.size_bytes)
 """
     output = subprocess.run(
