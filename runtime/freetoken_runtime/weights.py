@@ -89,7 +89,8 @@ def load(
     """Load a model. Every parameter is read exactly once. `dtype` is that of matrices which are
     not quantised; norms, biases and activations between layers are fp32. `hash_cache`: see
     `content_hash`. Freed loading buffers stay with malloc until `memory.return_freed_memory`
-    (SmolLM2: 30 to 90 MiB). UnsupportedQuantization for other values, and the errors of `open_source`."""
+    (SmolLM2: 30 to 90 MiB). UnsupportedQuantization for other values, and the errors of
+    `open_source`."""
     _check_choice("dtype", dtype, get_args(Dtype))
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))

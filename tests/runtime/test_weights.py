@@ -112,8 +112,8 @@ def test_c39_c40_fingerprints_differ_where_they_must(folder: Path, tmp_path: Pat
 @pytest.mark.smollm2
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
 def test_c54_loading_leaves_nothing_behind_but_the_weights(quant: str | None) -> None:
-    """Oracle: RssAnon of a fresh process, freed pages returned, against the bytes the decoder reports, 10 % and 16 MiB
-    for the allocator and the code that was imported on the way."""
+    """Oracle: RssAnon of a fresh process, freed pages returned, against the bytes the decoder
+    reports, 10 % and 16 MiB for the allocator and the code that was imported on the way."""
     try:
         path = resolve("smollm2")
     except ModelNotFound:
