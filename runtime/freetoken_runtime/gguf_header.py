@@ -50,7 +50,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    metadata: Mapping[str, int | float | str]  # scalars and strings only
+    metadata: Mapping[str, int | float | str]  # scalars and strings
+    arrays: frozenset[str]  # keys of what was stepped over
     tensors: Mapping[str, TensorInfo]
 
 
@@ -84,12 +85,15 @@ class _Parser:
             raise ValueError(f"version {version}")
         tensors, entries = self._count("Q"), self._count("Q")
         metadata: dict[str, int | float | str] = {}
+        arrays: set[str] = set()
         for _ in range(entries):
             key = self._string()
-            if key in metadata:
+            if key in metadata or key in arrays:
                 raise ValueError(f"metadata {key!r} is listed twice")
             value = self._value(self._count("I"))
-            if value is not None:
+            if value is None:
+                arrays.add(key)
+            else:
                 metadata[key] = value
         infos: dict[str, TensorInfo] = {}
         for _ in range(tensors):
@@ -97,7 +101,7 @@ class _Parser:
             if name in infos:
                 raise ValueError(f"tensor {name!r} is listed twice")
             infos[name] = self._tensor_info(name)
-        return GgufHeader(metadata, self._placed(infos, metadata))
+        return GgufHeader(metadata, frozenset(arrays), self._placed(infos, metadata))
 
     def _tensor_info(self, name: str) -> TensorInfo:
         dimensions = self._count("I")

@@ -47,6 +47,7 @@ _MODULES = {
     "up": "ffn_up",
     "down": "ffn_down",
 }
+_HARMLESS_KEYS = {"llama.vocab_size", "llama.tensor_data_layout"}
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rope's frequencies (Llama 3)
 _FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 _TYPES = (*_FLOATS, Type.Q8_0, Type.Q4_0, Type.Q4_1)
@@ -129,19 +130,22 @@ def _read_spec(file: Path, header: GgufHeader, stored: np.ndarray) -> ModelSpec:
         raise UnsupportedConfig(f"{file}: keys and values of different lengths", value=head_dim)
     if fields.whole("llama.rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedConfig(f"{file}: partial rotation is not supported", limit=head_dim)
-    for key in ("llama.expert_count", "llama.attention.sliding_window"):
-        if fields.number(key, 0):
-            raise UnsupportedConfig(f"{file}: {key} is not supported", value=fields.number(key, 0))
     theta = fields.number("llama.rope.freq_base", 10_000.0)
+    scaling = _read_scaling(file, fields, header, stored)
+    if isinstance(scaling, FactorScaling) and len(scaling.factors) != head_dim // 2:
+        raise WeightsMismatch(f"tensor {_ROPE_FACTORS!r} in {file} has the wrong length")
     mixer = AttentionSpec(
         num_heads=heads,
         num_kv_heads=fields.whole("llama.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rope=RopeSpec(head_dim, theta, _read_scaling(file, fields, header, stored)),
+        rope=RopeSpec(head_dim, theta, scaling),
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
     )
     mlp = MlpSpec(fields.whole("llama.feed_forward_length"), "blk.0.ffn_up.bias" in tensors)
+    layers = fields.whole("llama.block_count", maximum=MAX_LAYERS)
+    eps = fields.number("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    fields.finish()
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise WeightsMismatch(f"weights are missing in {file}: token_embd.weight")
@@ -149,8 +153,8 @@ def _read_spec(file: Path, header: GgufHeader, stored: np.ndarray) -> ModelSpec:
         architecture="llama",
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
-        layers=(LayerSpec(mixer, mlp),) * fields.whole("llama.block_count", maximum=MAX_LAYERS),
-        norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon", 1e-5),
+        layers=(LayerSpec(mixer, mlp),) * layers,
+        norm_eps=eps,
         tied_head="output.weight" not in tensors,
         context_limit=context,
     )
@@ -160,23 +164,38 @@ def _read_scaling(
     file: Path, fields: "_Fields", header: GgufHeader, stored: np.ndarray
 ) -> RopeScaling | None:
     kind = fields.text("llama.rope.scaling.type", "none")
+    factor = fields.number("llama.rope.scaling.factor", 1.0)
     if kind not in ("none", "linear"):
         raise UnsupportedConfig(f"{file}: rope scaling is not supported", value=kind)
     factors = header.tensors.get(_ROPE_FACTORS)
     if factors is not None:
         return FactorScaling(tuple(_dequantise(factors, _stored_bytes(stored, factors)).tolist()))
     if kind == "linear":
-        return LinearScaling(fields.number("llama.rope.scaling.factor", 1.0))
+        return LinearScaling(factor)
     return None
 
 
 class _Fields:
-    """Metadata by key; a missing or mistyped one is an error that names file and key."""
+    """Metadata by key; a missing or mistyped one is an error that names file and key. Mutable: it
+    remembers what was read."""
 
     def __init__(self, file: Path, header: GgufHeader) -> None:
         self._file, self._metadata = file, header.metadata
+        self._unread = {
+            key for key in (*header.metadata, *header.arrays) if key.startswith("llama.")
+        }
+        self._unread -= _HARMLESS_KEYS
+
+    def finish(self) -> None:
+        """UnsupportedConfig naming a key of the architecture that nobody read."""
+        for key in sorted(self._unread):
+            raise UnsupportedConfig(
+                f"{self._file}: metadata {key!r} is not supported and may change the maths",
+                value=self._metadata.get(key, "an array"),
+            )
 
     def _value(self, key: str, default: object) -> object:
+        self._unread.discard(key)
         value = self._metadata.get(key, default)
         if value is None:
             raise WeightsDamaged(f"weight file {self._file} has no metadata {key!r}")

@@ -21,7 +21,7 @@ from freetoken_runtime.errors import (
     WeightsMismatch,
 )
 from freetoken_runtime.gguf_header import read_header
-from freetoken_runtime.spec import FactorScaling
+from freetoken_runtime.spec import FactorScaling, LinearScaling
 from freetoken_runtime.testing import ListState, batch_of, build_checkpoint, build_gguf
 from freetoken_runtime.weights import load, open_source
 
@@ -118,8 +118,8 @@ def test_the_header_equals_the_gguf_package(tmp_path: Path) -> None:
             assert header.metadata[key] == field.contents()
 
 
-def test_llama3_factors_and_linear_scaling_are_read(tmp_path: Path) -> None:
-    """Oracle: the tensor and the metadata as written."""
+def test_llama3_factors_are_read(tmp_path: Path) -> None:
+    """Oracle: the tensor as written."""
     model = build_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=1)
     file = tmp_path / "model.gguf"
     original = GGUFWriter.add_rope_freq_base
@@ -133,6 +133,49 @@ def test_llama3_factors_and_linear_scaling_are_read(tmp_path: Path) -> None:
         build_gguf(file, model, {})
     scaling = open_source(file).spec.layers[0].mixer.rope.scaling
     assert scaling == FactorScaling((1.0, 1.0, 2.0, 4.0, 8.0))
+
+
+def test_rope_factors_of_another_length_are_refused(tmp_path: Path) -> None:
+    """Oracle: the message names the tensor."""
+    model = build_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=1)
+    file = tmp_path / "model.gguf"
+    original = GGUFWriter.add_rope_freq_base
+
+    def with_factors(self: GGUFWriter, value: float) -> None:
+        original(self, value)
+        self.add_tensor("rope_freqs.weight", np.array([1, 2], dtype=np.float32))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_rope_freq_base", with_factors)
+        build_gguf(file, model, {})
+    with pytest.raises(WeightsMismatch, match="rope_freqs"):
+        open_source(file)
+
+
+def test_linear_scaling_is_read_and_arrays_of_the_architecture_are_refused(tmp_path: Path) -> None:
+    """Oracle: the factor as written; per-layer head counts are another architecture."""
+    model = build_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=1)
+    original = GGUFWriter.add_rope_freq_base
+
+    def linear(self: GGUFWriter, value: float) -> None:
+        original(self, value)
+        self.add_string("llama.rope.scaling.type", "linear")
+        self.add_float32("llama.rope.scaling.factor", 4.0)
+
+    def arrays(self: GGUFWriter, value: float) -> None:
+        original(self, value)
+        self.add_array("llama.head_counts", [6])
+
+    file = tmp_path / "model.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_rope_freq_base", linear)
+        build_gguf(file, model, {})
+    assert open_source(file).spec.layers[0].mixer.rope.scaling == LinearScaling(4.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_rope_freq_base", arrays)
+        build_gguf(file, model, {})
+    with pytest.raises(UnsupportedConfig, match="head_counts"):
+        open_source(file)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.0005, 0.01, 0.3, 0.9999])
@@ -217,6 +260,8 @@ def _minimal(file: Path, architecture: str = "llama", **metadata: Any) -> None:
     ("metadata", "error", "named"),
     [
         ({"expert_count": 8}, UnsupportedConfig, "expert_count"),
+        ({"attention.sliding_window": 23}, UnsupportedConfig, "sliding_window"),
+        ({"logit_scale": 2}, UnsupportedConfig, "logit_scale"),
         ({"rope.scaling.type": "yarn"}, UnsupportedConfig, "rope scaling"),
         ({"rope.dimension_count": 8}, UnsupportedConfig, "partial rotation"),
         ({"attention.value_length": 8}, UnsupportedConfig, "different lengths"),
