@@ -288,6 +288,9 @@ def shrinking(store: AnyDatabase) -> None:
     assert snapshots.shrink(0) == 1
     assert present(store, "abcd") == ["d"]
     read_back(store, snapshot("d", size_bytes=SNAPSHOT_BYTES))
+    tiny = [snapshot(f"tiny{i}", size_bytes=10) for i in range(7)]
+    snapshots.put(tiny)
+    assert snapshots.shrink(0) == len(tiny), "small ones were left behind"
 
 
 SNAPSHOT_CHECKS: tuple[Check, ...] = (

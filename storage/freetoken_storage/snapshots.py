@@ -181,8 +181,13 @@ class StoredSnapshots:
                 pass
 
     def shrink(self, limit_bytes: int) -> int:
-        excess_bytes = self.size_bytes() - limit_bytes
-        return self._evict(0, set(), wanted_bytes=excess_bytes).count
+        count = 0
+        while (excess_bytes := self.size_bytes() - limit_bytes) > 0:
+            evicted = self._evict(0, set(), wanted_bytes=excess_bytes)
+            if not evicted.count:
+                break
+            count += evicted.count  # what a victim frees is an estimate: look again
+        return count
 
     def sweep(self) -> int:
         """Remove what a killed process left half written; returns the number of blobs. Only while
@@ -228,6 +233,9 @@ class StoredSnapshots:
             save_counters(txn, counters)
 
         protected, needed_bytes = self._wants(group)
+        if not needed_bytes:
+            self.touch([snapshot.digest for snapshot, _ in group])
+            return
         self._make_room(needed_bytes, protected)
         self._attempt(write, needed_bytes, protected)
 
@@ -286,8 +294,6 @@ class StoredSnapshots:
     def _make_room(self, needed_bytes: int, protected: set[bytes]) -> None:
         """Evict until `needed_bytes` fit into the budget. StoreFull, with nothing evicted, if they
         cannot."""
-        if not needed_bytes:
-            return
         limit = self._budget.limit()
         excess_bytes = self.size_bytes() + needed_bytes - limit.size_bytes
         if excess_bytes <= 0:
