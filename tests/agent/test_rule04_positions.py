@@ -2,6 +2,7 @@
 """Rules 2, 4 and 7: turns, positions, cuts, and whether the assistant turn at the head is open."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +136,30 @@ def test_rule07_a_cut_reply_is_open_until_another_role_comes(
     session.undo()  # back before the user message: open again
     model.extend("o!")
     assert session.generate_sync().text == "o!"
+
+
+def test_rule07_an_open_turn_is_open_after_reopening_and_after_an_undo(
+    tmp_path: Path, model: ScriptedModel
+) -> None:
+    """Oracle: the continuation follows without a gap, as it would have before."""
+    with Store(tmp_path / "store") as store:
+        session = store.create("s", model)
+        session.append("user", "count")
+        session.append("assistant", "one", open=True)
+        session.fork(name="side")
+        session.append("user", "stop")
+    for branch in ("main", "side"):
+        with Store(tmp_path / "store") as store:
+            session = store.open("s", model, branch=branch)
+            if branch == "main":
+                session.undo()
+            model.extend(", two")
+            assert session.generate_sync().segments[0].frame_tokens == 0
+            assert session.render().endswith("one, two")
+            session.undo()
+            session.redo()
+            with pytest.raises(NothingToGenerate):
+                session.generate_sync()
 
 
 @pytest.mark.parametrize("kind", ["assistant", "thinking"])
