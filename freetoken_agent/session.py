@@ -129,6 +129,8 @@ class Session(SessionReader):
 
         def rewrite(layout: Layout, path: Path) -> Path:
             index = lookups.place_of(self._handle, path, segment)
+            if path.places[index].kind == "tools":
+                raise InvalidEdit("a tool list is not text", remedy="use set_tools()")
             if arguments is not None:
                 return edits.replace_arguments(layout, path, index, codec.plain(arguments))
             assert text is not None

@@ -25,6 +25,10 @@ class SessionReader:
         self._handle = Handle(context, branch)
         self._cached: tuple[Path, Sequence[int], list[Segment]] | None = None
 
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({self.name!r}, branch={self.branch!r}, version={self.version})"
+
     @property
     def name(self) -> str:
         return self._handle.context.name

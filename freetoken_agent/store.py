@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path as FolderPath
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -14,7 +15,12 @@ from typing import Any, Literal, Self
 import anyio.to_thread
 
 from freetoken_storage import Database, MemoryDatabase
-from freetoken_storage.errors import SessionConflict, SessionExists, StoreMismatch
+from freetoken_storage.errors import (
+    SessionConflict,
+    SessionExists,
+    SessionNotFound,
+    StoreMismatch,
+)
 
 from . import codec, edits, freeing
 from .binding import bind, layout_of, new_session
@@ -97,8 +103,9 @@ class Store:
         """
         if history_thinking not in ("keep", "template"):
             raise InvalidEdit("history_thinking must be keep or template", value=history_thinking)
-        if exist_ok and any(record.name == name for record in self._database.sessions.list(name)):
-            return self.open(name, model)
+        if exist_ok:
+            with suppress(SessionNotFound):
+                return self.open(name, model)
         initial = Initial(None if system is None else as_text(system), tools_text(tools))
         body = new_session(
             model,

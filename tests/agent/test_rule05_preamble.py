@@ -135,6 +135,8 @@ def test_rule05_nothing_goes_inside_or_before_the_preamble(store: Store) -> None
             session.insert(before=place, kind="user", content="x")
     with pytest.raises(InvalidEdit):
         session.fork(at=system)
+    with pytest.raises(InvalidEdit):
+        session.replace(tools, "[]")
     session.delete(tools)
     assert session.ids() == _fresh(store, system="sys").ids()
 

@@ -18,6 +18,7 @@ from freetoken_agent import (
     TemplateUnsupported,
 )
 from freetoken_agent.byte_tokenizer import ByteTokenizer
+from freetoken_agent.model import Fingerprint
 from freetoken_agent.testing import CHATML, Call, ScriptedModel, Think
 
 OTHER = CHATML.replace("<|im_start|>", "<|im_start|>~")
@@ -208,6 +209,20 @@ def test_rule12_another_quantisation_opens_cold_and_says_so(folder: Path) -> Non
         assert s.plan().reused_tokens == 0
         s.append("user", "again")
         assert s.generate_sync().text == "ok"
+
+
+def test_rule12_a_model_without_weights_is_not_cold(folder: Path) -> None:
+    """Oracle: it has no states, so none of the session's are lost to it."""
+    model = ScriptedModel()
+    model.fingerprint = Fingerprint(b"", {"weights": "not loaded"})
+    with Store(folder) as store:
+        session = store.open("s", model)
+        assert session.binding.state == "bound"
+        session.append("user", "edited without weights")
+        made = store.create("made", model)
+    with Store(folder) as store:
+        assert store.open(made.name, ScriptedModel()).binding.state == "bound"
+        assert repr(store.open("made")) == "Session('made', branch='main', version=1)"
 
 
 def test_c16_clock_and_options_are_frozen_at_creation(tmp_path: Path) -> None:
