@@ -171,6 +171,12 @@ def test_session_plans_name_the_segment_of_the_miss(session: Session, model: Scr
     assert edit.plan.miss.segment.id == edit.added[0].id
     assert edit.plan.reused_tokens + edit.plan.prefill_tokens == edit.plan.input_tokens
     assert edit.plan == session.plan()
+    session.undo()
+    added = session.append("user", "third question")
+    miss = session.plan().miss
+    assert miss is not None and miss.segment is not None
+    assert miss.position == session._handle.path.start(5)  # its gap belongs to it
+    assert miss.segment.id == added.id
 
 
 def test_session_a_path_beyond_the_context_is_priced_as_impossible() -> None:
