@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 import jinja2.parser
 import jinja2.sandbox
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.visitor import NodeTransformer
 
@@ -199,20 +199,31 @@ def _clock(now_s: float) -> Callable[[str], str]:
     return moment.strftime
 
 
+# Names in a template that are no options of its own.
+_PROVIDED = frozenset(
+    "messages tools documents add_generation_prompt bos_token eos_token unk_token pad_token "
+    "raise_exception strftime_now _tick _concat range dict lipsum cycler joiner namespace".split()
+)
+
+
 class JinjaTemplate:
-    """A compiled chat template. Rendering is pure: the same arguments give the same text. Any
-    thread may render; the time limit counts the rendering thread's own CPU time."""
+    """A compiled chat template. `variables`: what else it reads, which options may set.
+
+    Rendering is pure: the same arguments give the same text. Any thread may render; the time limit
+    counts the rendering thread's own CPU time.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._environment = _Environment()
         self._special_tokens = dict(special_tokens)
-        self.uses_clock = "strftime_now" in source
         try:
             self._template = self._environment.from_string(source)
+            found = meta.find_undeclared_variables(self._environment.parse(source))
         except jinja2.TemplateError as error:
             raise TemplateUnsupported(
                 "the chat template does not compile", value=str(error), remedy="fix the template"
             ) from error
+        self.variables = frozenset(found) - _PROVIDED - self._special_tokens.keys()
 
     def render(
         self,

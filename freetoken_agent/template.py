@@ -100,6 +100,11 @@ class ChatFormat:
         return self._report.digest
 
     @property
+    def variables(self) -> frozenset[str]:
+        """Names that `Options.variables` can set: what the template reads beyond messages."""
+        return self._grammar.template.variables
+
+    @property
     def markup(self) -> Markup:
         """The markers a parser of sampled ids looks for."""
         return self._markup

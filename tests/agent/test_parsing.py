@@ -2,6 +2,7 @@
 """The stream parser: ids of a turn as sampled -> thoughts, text and calls."""
 
 import json
+import random
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -551,16 +552,41 @@ def test_any_stream_keeps_its_ids_and_its_deltas(setup: str) -> None:
     check()
 
 
-@pytest.mark.smollm2
-def test_any_tokenisation_gives_one_parse() -> None:
-    """Oracle: the parse of the usual tokenisation. A model may spell the same text with other ids;
-    contents and calls must come out the same, up to blanks that share an id with a marker."""
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[ChatFormat, HFTokenizer]:
     try:
         tokenizer = load_gguf_tokenizer(resolve("smollm2"))
     except ModelNotFound:
         pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
     assert tokenizer.chat_template is not None
-    format = ChatFormat.learn(tokenizer.chat_template, tokenizer)
+    return ChatFormat.learn(tokenizer.chat_template, tokenizer), tokenizer
+
+
+@pytest.mark.smollm2
+def test_c09_ids_that_encode_otherwise_are_kept(smollm2: tuple[ChatFormat, HFTokenizer]) -> None:
+    """Oracle: the fed ids. C9 on F4: pairs of ids whose text encodes to other ids."""
+    format, tokenizer = smollm2
+    rng = random.Random(4)
+    pairs: list[list[int]] = []
+    while len(pairs) < 100:
+        pair = [rng.randrange(17, tokenizer.vocab_size) for _ in range(2)]
+        text = tokenizer.decode(pair)
+        if "\ufffd" not in text and "<" not in text and tokenizer.encode_content(text) != pair:
+            pairs.append(pair)
+    newline, blank = tokenizer.encode_content("\n")[0], tokenizer.encode_content(" ")[0]
+    pairs += [[newline, newline], [blank, tokenizer.encode_content("~")[0]]]
+    ids = [token_id for pair in pairs for token_id in pair]
+    (done,) = segments(parse(format, tokenizer, ids))
+    assert list(done.ids) == ids and done.gap_ids == ()
+    assert done.text == tokenizer.decode(ids)
+    assert tokenizer.encode_content(done.text) != ids
+
+
+@pytest.mark.smollm2
+def test_any_tokenisation_gives_one_parse(smollm2: tuple[ChatFormat, HFTokenizer]) -> None:
+    """Oracle: the parse of the usual tokenisation. A model may spell the same text with other ids;
+    contents and calls must come out the same, up to blanks that share an id with a marker."""
+    format, tokenizer = smollm2
     text = WHOLE.replace("I look.", "Ich schaue nach: caf\u00e9 \U0001f600.")
     usual = brief(parse(format, tokenizer, tokenizer.encode_frame(text)))
     assert usual[1] == ("text", "Ich schaue nach: caf\u00e9 \U0001f600.")

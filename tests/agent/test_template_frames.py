@@ -589,6 +589,13 @@ def test_options_reach_the_template() -> None:
     assert format.layout([USER], options=loud)[0].gap_text.startswith("loud:")
 
 
+def test_the_format_names_the_options_of_its_template() -> None:
+    """Oracle: the variables the templates here read beyond messages and tools."""
+    assert CHAT.variables == {"enable_thinking"}
+    assert SMOL.variables == frozenset()
+    assert ChatFormat.learn("{{ mood }}{{ bos_token }}" + DATED, TOKENIZER).variables == {"mood"}
+
+
 def test_an_empty_run_is_nothing() -> None:
     """Oracle: no pieces."""
     assert CHAT.layout([]) == []

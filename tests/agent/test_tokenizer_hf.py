@@ -191,6 +191,17 @@ def test_frames_equal_the_whole_text_encoding(family: str) -> None:
         assert tokenizer.encode_frame(first + tail) == whole(definition, first + tail)
 
 
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+def test_added_tokens_with_flags_match_in_frames_as_the_library_does(flag: str) -> None:
+    """Oracle: the library on the whole text: tokens that take blanks with them, or words only."""
+    definition = byte_level()
+    definition["added_tokens"] = [added(257, "<|end|>", **{flag: True}), added(258, "<tool_call>")]
+    tokenizer = load(definition)
+    for text in ("<|end|>", "a <|end|> b", "he<|end|>\n\nhe", "<|end|><tool_call> <|end|>x"):
+        assert tokenizer.encode_frame(text) == whole(definition, text), text
+        assert not any(map(tokenizer.is_control, tokenizer.encode_content(text)))
+
+
 @pytest.mark.parametrize(
     ("scheme", "after_control", "inside"),
     [
