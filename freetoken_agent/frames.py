@@ -8,7 +8,7 @@ A skeleton is a rendering with sentinels for contents. A call is a unit: its ext
     '------------ gap --------------'  '------------------ unit -----------------'
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .dialect import Dialect, Fill, SentinelFill, build_messages, write_tags
@@ -136,12 +136,12 @@ def gap_marks(gap: str) -> list[Mark]:
     return [mark for mark in find_marks(gap) if mark.slot not in ("name", "id")]
 
 
-def fill_gap(gap: str, items: Mapping[int, Item]) -> list[Part]:
-    """A gap's text with the names and ids of its calls put back. `items`: by sentinel number."""
+def fill_gap(gap: str, items: Sequence[Item]) -> list[Part]:
+    """A gap's text with the names and ids of its calls put back. Sentinels number `items`."""
     parts: list[Part] = []
     position = 0
     for mark in find_marks(gap):
-        item = items.get(mark.number)
+        item = items[mark.number] if mark.number < len(items) else None
         if item is None or mark.slot not in ("name", "id"):
             raise TemplateUnsupported(
                 "the chat template moves or repeats a content between two others",

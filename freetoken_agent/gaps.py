@@ -95,10 +95,10 @@ class GapSource:
         if self._windows and index > preamble_length(items):
             shown = window(items, index)
             text = self._windowed([items[i] for i in shown], options, generation=False)
-            return fill_gap(text, {number: items[i] for number, i in enumerate(shown)})
+            return fill_gap(text, [items[i] for i in shown])
         shown = list(range(index + 1))
         text = self._cut([items[i] for i in shown], options, generation=False)
-        return fill_gap(text, dict(enumerate(items)))
+        return fill_gap(text, items)
 
     def opener(self, items: Sequence[Item], options: Options) -> list[Part]:
         """The generation opener after the last item."""
@@ -108,7 +108,7 @@ class GapSource:
         else:
             shown = list(range(len(items)))
             text = self._cut(items, options, generation=True)
-        return fill_gap(text, {number: items[i] for number, i in enumerate(shown)})
+        return fill_gap(text, [items[i] for i in shown])
 
     def _windowed(self, items: Sequence[Item], options: Options, *, generation: bool) -> str:
         key = (
@@ -154,7 +154,7 @@ class GapSource:
         if left is not None and right is not None and left[1] <= right[0]:
             text = rendering.text[left[1] : right[0]]
             if not gap_marks(text):
-                return fill_gap(text, dict(enumerate(items)))
+                return fill_gap(text, items)
         return self.single(items, index, options)
 
     def _whole(
