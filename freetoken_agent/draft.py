@@ -17,10 +17,9 @@ from .handle import Handle, why_closed
 from .items import Item, Options
 from .layout import Layout, ids_before, new_call_id, new_segment_id
 from .model import Model
+from .parsing import SegmentDone
 from .path import Body, Path, Place, Tail
 from .segments import ReusePlan, Segment
-
-GeneratedKind = Literal["thinking", "text", "tool_call"]
 
 
 class Draft:
@@ -109,9 +108,39 @@ class Draft:
             pass
         return fresh
 
+    def write(
+        self, done: SegmentDone, *, tail: Tail = "closed", meta: Mapping[str, Any] | None = None
+    ) -> Segment:
+        """Store a finished segment exactly as it was sampled; the opener goes before its gap.
+
+        `tail`: how the turn stands behind it. After a conflict with another writer it goes to a
+        branch of its own, see `conflict`.
+        """
+        gap = (*self._opener, *done.gap_ids)
+        before = ids_before(self._path.places)
+        fresh = new_segment_id()
+        is_call = done.kind == "tool_call"
+        body = Body(
+            id=fresh,
+            kind=done.kind,
+            content="" if is_call else done.text,
+            text=self._layout.text_of(done.ids, (*before, *gap)),
+            ids=tuple(done.ids),
+            origin=fresh,
+            name=done.name,
+            arguments=None if done.arguments is None else dict(done.arguments),
+            call_id=(done.call_id or self.new_call_id()) if is_call else None,
+            source="model",
+            meta=dict(meta or {}),
+        )
+        place = Place(body, gap, self._layout.text_of(gap, before), joins=self._joins)
+        self._store(self._path.extended([place], tail))
+        self._opener, self._joins = (), True
+        return views.segments(self._path, [len(self._path.places) - 1])[0]
+
     def append(
         self,
-        kind: GeneratedKind,
+        kind: Literal["thinking", "text", "tool_call"],
         ids: Sequence[int],
         *,
         gap_ids: Sequence[int] = (),
@@ -122,35 +151,11 @@ class Draft:
         call_id: str | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Segment:
-        """Store a finished segment exactly as it was sampled.
-
-        `gap_ids`: sampled ids between the previous content and this one, without the opener.
-        `tail`: how the turn stands behind it. `text`: the content (None: the decoded ids). After a
-        conflict with another writer it goes to a branch of its own, see `conflict`.
-        """
-        gap = (*self._opener, *gap_ids)
-        before = ids_before(self._path.places)
-        decoded = self._layout.text_of(ids, (*before, *gap))
-        fresh = new_segment_id()
-        is_call = kind == "tool_call"
-        body = Body(
-            id=fresh,
-            kind=kind,
-            content="" if is_call else (decoded if text is None else text),
-            text=decoded,
-            ids=tuple(ids),
-            origin=fresh,
-            name=name,
-            arguments=None if arguments is None else dict(arguments),
-            call_id=(call_id or self.new_call_id()) if is_call else None,
-            source="model",
-            meta=dict(meta or {}),
-        )
-        place = Place(body, gap, self._layout.text_of(gap, before), joins=self._joins)
-        self._store(self._path.extended([place], tail))
-        self._opener, self._joins = (), True
-        index = len(self._path.places) - 1
-        return views.segments(self._path, [index])[0]
+        """`write` with loose fields."""
+        decoded = self._layout.tokenizer.decode(ids) if text is None else text
+        fields = None if arguments is None else dict(arguments)
+        done = SegmentDone(kind, tuple(gap_ids), tuple(ids), decoded, name, fields, call_id)
+        return self.write(done, tail=tail, meta=meta)
 
     def finish(self) -> None:
         """Release the branch. Raises `conflict` if there was one."""

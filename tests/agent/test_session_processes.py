@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from freetoken_agent import Session, SessionConflict, Store
+from freetoken_agent.parsing import SegmentDone
 from freetoken_agent.purging import purge_sync
 from freetoken_agent.testing import ScriptedModel
 
@@ -131,8 +132,8 @@ def test_rule10_a_generation_beside_another_process_is_saved(tmp_path: Path) -> 
             draft = session.begin_generation()
             _tell(child, "go")
             assert _line(child) == "written"
-            draft.append("thinking", model.tokenizer.encode_content("hm"), tail="open")
-            draft.append("text", model.tokenizer.encode_content("answer"))
+            draft.write(SegmentDone("thinking", (), tuple(b"hm"), "hm"), tail="open")
+            draft.write(SegmentDone("text", (), tuple(b"answer"), "answer"))
             with pytest.raises(SessionConflict) as error:
                 draft.finish()
         saved = session.open_branch(getattr(error.value, "branch", ""))

@@ -16,6 +16,7 @@ from freetoken_agent import (
     SessionConflict,
     Store,
 )
+from freetoken_agent.parsing import SegmentDone
 from freetoken_agent.testing import ScriptedModel
 
 CANARY = "the code is ZX-41-canary"
@@ -234,7 +235,7 @@ async def test_purge_waits_for_generations_whose_logs_it_rewrites(
         await session.purge(secret)
     with free.begin_generation() as draft:
         await session.purge(secret)
-        draft.append("text", model.tokenizer.encode_content("x"))
+        draft.write(SegmentDone("text", (), tuple(b"x"), "x"))
     assert free.path()[-1].text == "x"
     session.append("assistant", "not busy")
 
