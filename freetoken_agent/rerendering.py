@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
 
 def rerender(handle: Handle, model: Model, name: str) -> "Session":
-    """A new session with this path's contents. The clock, the template's variables, the policy and
-    the meta data stay. TemplateUnsupported creates nothing."""
+    """A new session with this path's contents. The clock, the policy, the meta data and the
+    variables that the other template reads too stay. TemplateUnsupported creates nothing."""
     context = handle.context
     old = context.body
     body = new_session(
         model,
-        options=Options(variables=dict(old.variables), now_s=old.now_s),
+        options=Options(
+            variables={k: v for k, v in old.variables.items() if k in model.format.variables},
+            now_s=old.now_s,
+        ),
         history_thinking=old.history_thinking,
         meta=old.meta,
         initial=None,

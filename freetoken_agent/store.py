@@ -27,6 +27,7 @@ from .binding import bind, layout_of, new_session
 from .branch import Branch
 from .codec import Initial, SessionBody
 from .errors import InvalidEdit
+from .generate_options import UnknownOption
 from .handle import BusyBranches, Context
 from .items import Options
 from .layout import Layout
@@ -106,10 +107,17 @@ class Store:
         if exist_ok:
             with suppress(SessionNotFound):
                 return self.open(name, model)
+        variables = codec.plain(template_options or {})
+        for unknown in variables.keys() - model.format.variables:
+            raise UnknownOption(
+                f"the chat template does not read {unknown!r}",
+                value=variables[unknown],
+                remedy=f"use one of {', '.join(sorted(model.format.variables)) or 'none'}",
+            )
         initial = Initial(None if system is None else as_text(system), tools_text(tools))
         body = new_session(
             model,
-            options=Options(variables=codec.plain(template_options or {}), now_s=time.time()),
+            options=Options(variables=variables, now_s=time.time()),
             history_thinking=history_thinking,
             meta=codec.plain(meta or {}),
             initial=initial,

@@ -204,6 +204,18 @@ def test_rule12_a_refused_rerender_creates_nothing(folder: Path) -> None:
         assert [info.name for info in store.list()] == ["s"]
 
 
+def test_rule12_rerender_leaves_out_options_the_other_template_lacks() -> None:
+    """Oracle: the other template's rendering without them; the clock is the old session's."""
+    asks = CHATML.replace("{%- macro close() %}", "{{- cwd }}{%- macro close() %}", 1)
+    first, second = ScriptedModel(template=asks), ScriptedModel()
+    with Store(":memory:") as store:
+        old = store.create("s", first, template_options={"cwd": "/srv/app"})
+        old.append("user", "a")
+        assert old.render() == "/srv/app<|im_start|>user\na"
+        assert old.rerender(second, "copy").render() == "<|im_start|>user\na"
+        assert old.rerender(first, "same").ids() == old.ids()
+
+
 def test_rule12_another_quantisation_opens_cold_and_says_so(folder: Path) -> None:
     """Oracle: the differing part is named, nothing is reused, and writing works."""
     model = ScriptedModel(["ok"], parts={"quant": "int4"})

@@ -22,6 +22,7 @@ from freetoken_agent import (
     StoreDamaged,
     StoreNewer,
     StoreReadOnly,
+    UnknownOption,
 )
 from freetoken_agent.testing import ScriptedModel
 from freetoken_storage import Database
@@ -265,6 +266,17 @@ def test_store_sessions_are_created_from_many_threads(tmp_path: Path) -> None:
         assert {tuple(s.id for s in store.open("s").path())} == {
             tuple(s.id for s in session.path()) for session in made
         }
+
+
+def test_store_refuses_template_options_that_the_template_does_not_read() -> None:
+    """Oracle: CHATML reads enable_thinking and nothing else of the caller's."""
+    with Store(":memory:") as store:
+        with pytest.raises(UnknownOption) as error:
+            store.create("s", ScriptedModel(), template_options={"enabel_thinking": True})
+        assert error.value.code == "unknown_option"
+        assert "enable_thinking" in str(error.value)
+        assert store.list() == []
+        store.create("s", ScriptedModel(), template_options={"enable_thinking": True})
 
 
 def test_store_unknown_policy_creates_nothing() -> None:
