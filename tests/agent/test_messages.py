@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent.errors import InvalidMessages, UnsupportedContent
@@ -293,6 +293,7 @@ def histories(draw: st.DrawFn) -> list[Item]:
     return items
 
 
+@settings(deadline=None)
 @given(histories(), st.sampled_from(["openai", "anthropic"]))
 def test_what_is_emitted_is_read_back(
     items: list[Item], format: Literal["openai", "anthropic"]

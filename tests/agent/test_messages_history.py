@@ -3,7 +3,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent.history import Match, match_history
@@ -100,6 +100,7 @@ def test_an_empty_text_may_be_missing() -> None:
     assert match_history(path, [Item("user", "Hi"), CALL]) == Match(3, ())
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_beginning_matches_and_nothing_else_does(data: st.DataObject) -> None:
     """Oracle: an independent walk: the list cut anywhere matches up to the cut; with one content

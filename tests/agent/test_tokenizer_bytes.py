@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The byte tokenizer, and what every `Tokenizer` promises."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
@@ -11,6 +11,7 @@ TOKENIZER = ByteTokenizer()
 IM_END = TOKENIZER.encode_frame("<|im_end|>")[0]
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_contents_round_trip_and_hold_no_control(text: str) -> None:
     """Oracle: the text itself, in UTF-8."""
@@ -28,6 +29,7 @@ def test_s55_a_control_literal_in_content_stays_bytes() -> None:
     assert TOKENIZER.encode_content(text) == list(text.encode())
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1)), st.integers(0, 8))
 def test_stream_equals_decode_whatever_the_ids(ids: list[int], split: int) -> None:
     """Oracle: `decode` of all ids at once; every delta is valid on its own."""

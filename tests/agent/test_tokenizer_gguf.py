@@ -129,6 +129,12 @@ def test_only_digits_differ_from_transformers(
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         if not regex.search(r"\p{N}", text):
             assert tokenizer.encode_frame(text) == ids, text
+    theirs.save_pretrained(tmp_path / "saved")
+    saved = HFTokenizer.load(tmp_path / "saved")  # a folder as transformers writes it
+    assert saved.stop_ids == tokenizer.stop_ids
+    assert saved.chat_template == tokenizer.chat_template
+    for text in TEXTS:
+        assert saved.encode_frame(text) == theirs(text, add_special_tokens=False)["input_ids"]
     differing = theirs("3 4  55   6", add_special_tokens=False)["input_ids"]
     assert tokenizer.encode_frame("3 4  55   6") != differing
 

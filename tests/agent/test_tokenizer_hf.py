@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent.errors import TokenizerUnsupported
@@ -235,6 +235,7 @@ def test_decoding_is_the_same_in_any_chunks(family: str) -> None:
         st.sampled_from(LETTERS + " ") if family == "unigram" else st.characters(codec="utf-8")
     )
 
+    @settings(deadline=None)
     @given(st.text(letters, max_size=20), st.data())
     def check(text: str, data: st.DataObject) -> None:
         ids = tokenizer.encode_content(text, after=first)
