@@ -326,6 +326,20 @@ class StreamParser:
         self._calls += 1
 
 
+def parse_turn(
+    format: ChatFormat,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    *,
+    kind: Literal["text", "thinking"] = "text",
+    reason: FinishReason = "stop",
+) -> list[ParseEvent]:
+    """Every event of a turn that is already there; `ids` without the stop id."""
+    parser = StreamParser(format, tokenizer, kind=kind)
+    events = [event for token_id in ids for event in parser.feed(token_id)]
+    return events + parser.finish(reason)
+
+
 def _longest(markers: Sequence[Marker]) -> int:
     return max((len(marker.core) for marker in markers), default=1)
 

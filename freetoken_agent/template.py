@@ -40,45 +40,24 @@ _STARTS: tuple[Kind, Kind] = ("thinking", "text")
 class ChatFormat:
     """A chat template as frames. Immutable once learned; any thread may call it."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        grammar: Grammar,
-        gaps: GapSource,
-        contents: ContentSource,
-        markup: Markup,
-        report: TemplateReport,
-        closers: frozenset[int],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._grammar = grammar
-        self._gaps = gaps
-        self._contents = contents
-        self._markup = markup
-        self._report = report
-        self._closers = closers
-
-    @classmethod
-    def learn(cls, template_source: str, tokenizer: Tokenizer) -> "ChatFormat":
-        """Learn the frames of a template by rendering it. TemplateUnsupported if it cannot."""
+    def __init__(self, template_source: str, tokenizer: Tokenizer) -> None:
         template = JinjaTemplate(template_source, tokenizer.special_tokens)
         stops = [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.stop_ids)]
         grammar = find_dialect(template, stops)
         windows = windows_hold(grammar, PATHS)
         transforms = find_transforms(grammar)
+        self._tokenizer = tokenizer
+        self._grammar = grammar
+        self._gaps = GapSource(grammar, windows=windows)
+        self._contents = ContentSource(grammar, transforms, self._has_controls)
+        self._markup = find_markup(grammar)
+        self._report = examine(grammar, template_source, transforms, windows=windows)
+        self._closers = closers(grammar, tokenizer)
 
-        def has_controls(text: str) -> bool:
-            return any(isinstance(part, int) for part in tokenizer.split_frame(text))
-
-        return cls(
-            tokenizer,
-            grammar,
-            GapSource(grammar, windows=windows),
-            ContentSource(grammar, transforms, has_controls),
-            find_markup(grammar),
-            examine(grammar, template_source, transforms, windows=windows),
-            closers(grammar, tokenizer),
-        )
+    @classmethod
+    def learn(cls, template_source: str, tokenizer: Tokenizer) -> "ChatFormat":
+        """Learn the frames of a template by rendering it. TemplateUnsupported if it cannot."""
+        return cls(template_source, tokenizer)
 
     @property
     def grammar(self) -> Grammar:
@@ -185,6 +164,9 @@ class ChatFormat:
         except TemplateUnsupported:
             return False
         return opener.rstrip() == gaps[0].rstrip() != gaps[1].rstrip()
+
+    def _has_controls(self, text: str) -> bool:
+        return any(isinstance(part, int) for part in self._tokenizer.split_frame(text))
 
     def _encode(self, parts: Sequence[Part], after: Sequence[int] = ()) -> tuple[int, ...]:
         return encode_mixed(self._tokenizer, parts, after=after[-1] if after else None)
