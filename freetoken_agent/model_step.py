@@ -38,6 +38,7 @@ class ModelStep:
         self._stream: TokenStream | None = None
         self._pending: parsing.SegmentDone | None = None
         self._segments: list[Segment] = []
+        self._loose: list[int] = []  # sampled ids that no segment holds yet
         self._answer = ""  # the text since the last segment, for stop texts
         self._after_call = False
         self._stopped = False  # by a stop text, or by something else than a call after a call
@@ -120,6 +121,7 @@ class ModelStep:
             return self._finish(draft, reason, stream.usage)
         if token.id in self._stops:
             return []
+        self._loose.append(token.id)
         return self._take(draft, self._parser.feed(token.id))
 
     def _take(self, draft: Draft, parsed: Sequence[parsing.ParseEvent]) -> list[GenerationEvent]:
@@ -133,6 +135,7 @@ class ModelStep:
             match event:
                 case parsing.SegmentDone():
                     self._pending = event
+                    del self._loose[: len(event.gap_ids) + len(event.ids)]
                     self._after_call = event.kind == "tool_call"
                     self._answer = ""
                 case parsing.ThinkingDelta():
@@ -181,9 +184,7 @@ class ModelStep:
     ) -> list[GenerationEvent]:
         made = self._take(draft, self._parser.finish(reason))
         if reason == "stop":
-            if not self._segments and self._pending is None:  # an empty answer is an answer
-                self._pending = parsing.SegmentDone("text", (), (), "")
-            made += self._commit(draft, "closed")
+            made += self._end_turn(draft)
         elif self._pending is not None:
             made += self._commit(draft, "partial" if self._pending.partial else "open")
         self.reply = self._reply(reason, usage)
@@ -191,6 +192,16 @@ class ModelStep:
         made.append(events.ReplyFinished(**self._place(draft), reply=self.reply))
         draft.finish()
         return made
+
+    def _end_turn(self, draft: Draft) -> list[GenerationEvent]:
+        """Commit the last segment as the turn's end. An empty answer is an answer: it takes the
+        ids that were sampled for it, an empty thought or blanks, as its gap."""
+        made: list[GenerationEvent] = []
+        empty = not self._segments and self._pending is None
+        if empty or (self._loose and not self._after_call):
+            made += self._commit(draft, "open")
+            self._pending = parsing.SegmentDone("text", tuple(self._loose), (), "")
+        return made + self._commit(draft, "closed")
 
     def _fail(self) -> None:
         """Keep the text so far and release the branch; the caller raises what happened."""

@@ -69,6 +69,24 @@ async def test_an_answer_that_ends_at_once_closes_the_turn(begin: Begin) -> None
         await session.reply()
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["\n\n", "<think>\n\n</think>\n\n", "<think>\nhm</think>", "<think>\nhm\n</think>\n\n"],
+)
+async def test_a_reply_without_an_answer_keeps_its_ids(begin: Begin, written: str) -> None:
+    """Oracle: the sampled ids, which the path holds and the next turn does not forward again."""
+    session = begin(Raw(f"{written}<|im_end|>"), "next")
+    reply = await session.reply()
+    assert (reply.text, reply.finish_reason) == ("", "stop")
+    prompt = session.model.requests[0].ids  # type: ignore[attr-defined]
+    sampled = session.model.tokenizer.encode_frame(written)
+    assert session.ids() == [*prompt, *sampled]
+    session.append("user", "go")
+    plan = session.plan()
+    assert plan.reused_tokens == len(prompt) + len(sampled)
+    assert (await session.reply()).text == "next"
+
+
 async def test_thinking_reaches_the_template(begin: Begin) -> None:
     """Oracle: the template, which writes an empty thought when thinking is off."""
     session = begin("a", "b")
