@@ -21,7 +21,7 @@ from freetoken_storage.errors import StoreMismatch
 from freetoken_storage.records import Snapshots
 
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
-from .contention import ThreadGovernor
+from .contention import ThreadGovernor, apart
 from .errors import ContextOverflow, InvalidAnchors, InvalidConfig, InvalidIds
 from .generation import Generation
 from .memory import MemoryBudget, return_freed_memory
@@ -98,8 +98,10 @@ class Engine:
         RAM, see `attach`. ModelNotFound, UnsupportedArchitecture, UnsupportedConfig, WeightsError,
         BudgetTooSmall."""
         resolved = resolve(config, read_host())
-        model = load(
-            path, dtype=resolved.dtype, quant=resolved.quant, hash_cache=resolved.hash_cache
+        model = apart(
+            lambda: load(
+                path, dtype=resolved.dtype, quant=resolved.quant, hash_cache=resolved.hash_cache
+            )
         )
         engine = cls(model, resolved)
         if snapshots is not None:
