@@ -160,21 +160,11 @@ class ModelStep:
         done, self._pending = self._pending, None
         if done is None:
             return []
-        is_call = done.kind == "tool_call"
-        segment = draft.append(
-            done.kind,
-            done.ids,
-            gap_ids=done.gap_ids,
-            tail=tail,
-            text=done.text,
-            name=done.name,
-            arguments=done.arguments,
-            call_id=(done.call_id or draft.new_call_id()) if is_call else None,
-        )
+        segment = draft.write(done, tail=tail)
         self._segments.append(segment)
         place = self._place(draft)
         finished = events.SegmentFinished(**place, segment=segment, partial=tail == "partial")
-        if not is_call:
+        if segment.kind != "tool_call":
             return [finished]
         index = sum(s.kind == "tool_call" for s in self._segments) - 1
         return [events.ToolCallReady(**place, index=index, call=segment), finished]

@@ -149,6 +149,7 @@ def test_c43_a_kill_on_smollm2(smollm2_forker: Forker, smollm2_gold: Gold, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_c43_more_kills_on_the_tiny_model(
     tiny_forker: Forker, tiny_gold: Gold, tmp_path: Path
 ) -> None:
