@@ -113,6 +113,7 @@ class Engine:
     def attach(self, snapshots: Snapshots) -> None:
         """Keep states in `snapshots` from now on, those in RAM included. StoreMismatch if another
         store is attached."""
+        self._owner.check_caller()
         with self._store_lock:
             if self._lookup.disk is not None:
                 if self._lookup.disk.snapshots is not snapshots:
@@ -136,6 +137,9 @@ class Engine:
 
     def detach(self) -> None:
         """Write what waits and let go of the store. What is in RAM stays there."""
+        if self._owner.inherited or self._owner.closed:
+            return
+        self._owner.check_caller()
         with self._store_lock:
             if not self._owner.closed:
                 self._detach()
@@ -244,6 +248,7 @@ class Engine:
     def warm(self, ids: Sequence[int] | Ids, *, anchors: Sequence[int] = ()) -> Usage:
         """Bring the state of `ids` up to date, the last row included. Blocks."""
         path = self._check(ids)
+        self._owner.check_caller()
         task = self._submit(Request(path, None, anchors=check_anchors(anchors, len(path))))
         task.stream.wait()
         return task.stream.usage
@@ -251,6 +256,7 @@ class Engine:
     def logits(self, ids: Sequence[int] | Ids, *, reuse: bool = True) -> torch.Tensor:
         """[vocab] fp32 after the last id, through the same path as `generate`; `reuse=False` is a
         cold prefill that touches no state but its own. Blocks."""
+        self._owner.check_caller()
         task = self._submit(Request(self._check(ids), None, cold=not reuse, want_logits=True))
         task.stream.wait()
         assert task.logits is not None
@@ -280,7 +286,11 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Cancel what runs, write what waits, free the memory. Safe to repeat."""
+        """Cancel what runs, write what waits, free the memory. Safe to repeat, and in a child that
+        fork() made, which owns nothing of it. WrongThread in a callback."""
+        if self._owner.inherited or self._owner.closed:
+            return
+        self._owner.check_caller()
         with self._store_lock:
             if self._owner.closed:
                 return

@@ -14,7 +14,8 @@ FreetokenError
     ├── InvalidAnchors             anchor positions outside the path
     ├── ContextOverflow            more tokens than the context holds
     ├── BudgetTooSmall             the memory budget cannot hold what was asked
-    ├── EngineClosed               a call after close()
+    ├── EngineClosed               a call after close(), or in a child that fork() made
+    ├── WrongThread                a callback of the engine that waits for the engine
     ├── EngineFault                an unexpected exception of our own, as its cause
     └── WeightsError
         ├── WeightsNotFound        a shard that an index names is absent
@@ -98,9 +99,15 @@ class BudgetTooSmall(EngineError):
 
 
 class EngineClosed(EngineError):
-    """The engine was closed."""
+    """The engine was closed, or belongs to the process this one was forked from."""
 
     code = "engine_closed"
+
+
+class WrongThread(EngineError):
+    """A callback of the engine (`on_progress`, a constraint) called what waits for the engine."""
+
+    code = "wrong_thread"
 
 
 class EngineFault(EngineError):

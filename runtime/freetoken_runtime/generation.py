@@ -20,12 +20,16 @@ HANDOVER_TOKENS = 32
 class Handover:
     """The shared part. Thread-safe."""
 
-    def __init__(self, plan: ReusePlan, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, plan: ReusePlan, wake: Callable[[], None], check_caller: Callable[[], None]
+    ) -> None:
+        """`check_caller` raises where waiting would never end."""
         self.plan = plan
         self.usage = Usage(plan.input_tokens, 0, 0)
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self._wake = wake
+        self._check_caller = check_caller
         self._changed = threading.Condition()
         self._tokens: deque[Token] = deque()
         self._done = False
@@ -64,6 +68,7 @@ class Handover:
         """The next token; None after the last. Raises the request's error, once."""
         with self._changed:
             while not self._tokens and not self._done:
+                self._check_caller()
                 self._changed.wait()
             if not self._tokens:
                 self._raise()
@@ -84,13 +89,14 @@ class Handover:
         """Return when the engine is done with the request, well or not."""
         with self._changed:
             while not self._done:
+                self._check_caller()
                 self._changed.wait()
 
     def cancel(self) -> None:
-        with self._changed:
-            if self._done or self.cancelled:
-                return
-            self.cancelled = True
+        """Takes no lock of its own: the garbage collector may call it inside any statement."""
+        if self._done or self.cancelled:
+            return
+        self.cancelled = True
         self._wake()
 
     def drop(self) -> None:

@@ -74,8 +74,13 @@ class Worker:
     def abandon(self) -> None:
         """End everything as cancelled: the engine closes."""
         for task in [*self._tasks, *self._waiting]:
-            self._finish(task, "cancelled")
+            self._end(task, "cancelled")
         self._waiting.clear()
+
+    def fail_all(self, error: FreetokenError) -> None:
+        """The thread is about to end: tell every consumer, touch nothing else."""
+        for task in [*self._tasks, *self._waiting]:
+            task.stream.fail(error, task.usage())
 
     # -- starting
 
@@ -84,7 +89,7 @@ class Worker:
             task = self._waiting[0]
             try:
                 started = self._start(task)
-            except Exception as error:  # noqa: BLE001 - the thread's edge: it must survive
+            except BaseException as error:  # noqa: BLE001 - the thread's edge: it must survive
                 self._waiting.popleft()
                 self._fail(task, error)
                 continue
@@ -154,7 +159,7 @@ class Worker:
             try:
                 if self._advance(task, work, rows):
                     decoding.append(task)
-            except Exception as error:  # noqa: BLE001 - the thread's edge: it must survive
+            except BaseException as error:  # noqa: BLE001 - the thread's edge: it must survive
                 self._fail(task, error)
         self._sample(decoding)
 
@@ -212,7 +217,7 @@ class Worker:
         for task, row in zip(tasks, logits, strict=True):
             try:
                 self._take_token(task, row)
-            except Exception as error:  # noqa: BLE001 - the thread's edge: it must survive
+            except BaseException as error:  # noqa: BLE001 - the thread's edge: it must survive
                 self._fail(task, error)
 
     def _take_token(self, task: Task, logits: torch.Tensor) -> None:
@@ -233,17 +238,23 @@ class Worker:
 
     def _end_cancelled(self) -> None:
         for task in [t for t in self._tasks if t.stream.cancelled]:
-            self._finish(task, "cancelled")
+            self._end(task, "cancelled")
         for task in [t for t in self._waiting if t.stream.cancelled]:
             self._waiting.remove(task)
-            self._finish(task, "cancelled")
+            self._end(task, "cancelled")
+
+    def _end(self, task: Task, reason: FinishReason) -> None:
+        try:
+            self._finish(task, reason)
+        except Exception as error:  # noqa: BLE001 - the thread's edge: it must survive
+            self._fail(task, error)
 
     def _finish(self, task: Task, reason: FinishReason) -> None:
         """The generation's end is an anchor, cancelled or not."""
         self._let_go(task, keep_row=True)
         task.stream.finish(reason, task.usage())
 
-    def _fail(self, task: Task, error: Exception) -> None:
+    def _fail(self, task: Task, error: BaseException) -> None:
         self._let_go(task, keep_row=False)
         if not isinstance(error, FreetokenError):
             _log.error("a request failed inside the engine", exc_info=error)
