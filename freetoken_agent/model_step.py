@@ -39,7 +39,7 @@ class ModelStep:
         self._pending: parsing.SegmentDone | None = None
         self._segments: list[Segment] = []
         self._loose: list[int] = []  # sampled ids that no segment holds yet
-        self._answer = ""  # the text since the last segment, for stop texts
+        self._answer_end = ""  # where a stop text may have begun
         self._after_call = False
         self._stopped = False  # by a stop text, or by something else than a call after a call
         self._cancelled = threading.Event()
@@ -137,7 +137,7 @@ class ModelStep:
                     self._pending = event
                     del self._loose[: len(event.gap_ids) + len(event.ids)]
                     self._after_call = event.kind == "tool_call"
-                    self._answer = ""
+                    self._answer_end = ""
                 case parsing.ThinkingDelta():
                     made.append(events.ThinkingDelta(**place, text=event.text))
                 case parsing.TextDelta():
@@ -151,10 +151,11 @@ class ModelStep:
 
     def _watch(self, text: str) -> None:
         """Look for a stop text; it may have begun in an earlier delta."""
-        if not self._options.stop:
-            return
-        self._answer += text
-        self._stopped = any(stop in self._answer for stop in self._options.stop)
+        longest = max(map(len, self._options.stop), default=0)
+        if longest:
+            window = self._answer_end + text
+            self._stopped = any(stop in window for stop in self._options.stop)
+            self._answer_end = window[max(0, len(window) - longest + 1) :]
 
     def _commit(self, draft: Draft, tail: Tail) -> list[GenerationEvent]:
         done, self._pending = self._pending, None

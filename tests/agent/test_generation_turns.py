@@ -4,16 +4,16 @@
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from freetoken_agent import Session
+from freetoken_agent import Session, Store
 from freetoken_agent.errors import NothingToGenerate
-from freetoken_agent.testing import Call, Raw, Step, Think
+from freetoken_agent.testing import Call, Raw, ScriptedModel, Think
 
 Begin = Callable[..., Session]
 
-CLOSER = 258  # <|im_end|>
 END_OF_TEXT = 256  # a stop id that is not the template's closer
-THOUGHT_TEXT_CALLS: Step = [Think("hm"), "so", Call("ls", {"p": "/"}), Call("cd", {"p": "é"})]
 
 
 WHOLE_CALL = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
@@ -148,3 +148,18 @@ async def test_text_after_a_call_ends_the_reply(begin: Begin) -> None:
     session.append_result(reply.calls[0], "8")
     assert (await session.reply()).text == "8"
     assert "7" not in session.render()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text("ab", min_size=1, max_size=20),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_the_first_stop_text_ends_the_answer(text: str, stops: list[str]) -> None:
+    """Oracle: the shortest prefix of the script that holds a stop text."""
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    with Store(":memory:") as store:
+        session = store.create("s", ScriptedModel([text]))
+        session.append("user", "Hi")
+        reply = session.generate_sync(stop=stops)
+    assert reply.text == text[: min(ends, default=len(text))]
