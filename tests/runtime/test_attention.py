@@ -2,6 +2,7 @@
 """Attention over pieces against the formula in fp64."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,14 @@ from freetoken_runtime.layers.attention import attend_sequence
 from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
 from freetoken_runtime.state.sequence import Sequence, Spaces
 from freetoken_runtime.testing import ListState
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_for_small_matrices() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def rows(
@@ -70,6 +79,24 @@ def test_a_piece_of_small_scores_does_not_drown_in_a_merge() -> None:
     merged = cpu.merge([cpu.attend(q, k, v, scale=1.0), cpu.attend(q, k2, v2, scale=1.0)])
     expected, _ = reference.attend(q, torch.cat((k, k2)), torch.cat((v, v2)), scale=1.0)
     torch.testing.assert_close(merged.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("queries", [1, 5, 70])
+def test_the_bits_do_not_depend_on_the_number_of_threads(queries: int, group: int) -> None:
+    """Oracle: one thread against two, of each piece and of the merge: the engine drops to one
+    thread beside a busy process."""
+    q, _, _ = rows(queries, 2 * group, 2, 64, 0)
+    pieces = [rows(keys, 2 * group, 2, 64, keys)[1:] for keys in (700, 33, 120)]
+    before, outs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            parts = [cpu.attend(q, k, v, scale=0.3) for k, v in pieces]
+            outs.append([*(out for out, _ in parts), *(lse for _, lse in parts), cpu.merge(parts)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*outs, strict=True))
 
 
 def test_what_kills_the_kernel_is_stopped_before_it() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_runtime.batch import Form
 from freetoken_runtime.kernels.dense_linear.cpu import linear_from_two
 from freetoken_runtime.models.decoder import Decoder
@@ -292,3 +293,19 @@ def test_where_rows_cannot_batch_they_are_computed_one_by_one(
     rows = torch.randn(5, 60)
     alone = torch.cat([decoder.logits(row) for row in torch.split(rows, 1)])
     assert torch.equal(decoder.logits(rows), alone)
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("forms", FORMS, ids=str)
+def test_the_bits_of_smollm2_do_not_depend_on_the_number_of_threads(forms: dict[str, Any]) -> None:
+    """Oracle: one thread against two, through prefill over a span, steps and a short chunk."""
+    try:
+        decoder = load(resolve("smollm2"), **forms).decoder
+    except ModelNotFound:
+        pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
+    ids = random_ids(100, 1)
+    outs = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        outs.append(in_chunks(decoder, spans(decoder), ids, [70, 1, 1, 18, 10]))
+    assert torch.equal(*outs)

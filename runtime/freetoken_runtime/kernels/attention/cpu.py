@@ -3,9 +3,14 @@
 
 The kernel kills the process on zero keys or zero queries, and its causal mask starts at the top
 left, so `causal` is for a square only: both are asserted here.
+
+A single query goes in as one row per head of its group (docs/decisions/0016-one-query.md): the
+kernel's own path for one row is slower and splits keys by threads, so that its bits change when the
+engine drops to one thread. That path is left for models without groups, where it is the faster one.
 """
 
 import torch
+from torch.nn.functional import pad
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -18,6 +23,8 @@ def attend(
     Any strides; grouped heads are taken as they are. `causal`: row i sees keys 0..i (n = S)."""
     queries, keys = q.shape[0], k.shape[0]
     assert queries and keys and (not causal or queries == keys), (queries, keys, causal)
+    if queries == 1 and q.shape[1] > k.shape[1]:
+        return _attend_one(q, k, v, scale)
     out, lse = _flash(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -29,10 +36,32 @@ def attend(
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
+def _attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query [1, Hq, D]: the heads of a group are rows over the same keys."""
+    _, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    rows = q.reshape(1, kv_heads, group, dim)
+    if group == 3:  # GEMMs of 3 rows, alone among small ones, depend on the number of threads
+        rows = pad(rows, (0, 0, 0, 1))
+    out, lse = _flash(
+        rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], 0.0, False, scale=scale
+    )
+    return out[:, :, :group].reshape(1, heads, dim), lse[:, :, :group].reshape(1, heads)
+
+
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Outputs over disjoint sets of keys -> the output over all of them, [n, Hq, D]."""
     if len(parts) == 1:
         return parts[0][0]
-    outputs = torch.stack([out for out, _ in parts])  # [P, n, Hq, D]
-    weights = torch.stack([lse for _, lse in parts]).softmax(0)  # [P, n, Hq]
-    return outputs.mul_(weights[..., None]).sum(0)
+    # Not softmax and sum: over the first dimension their order depends on the number of threads.
+    lse = torch.stack([lse for _, lse in parts])  # [P, n, Hq]
+    weights = (lse - lse.amax(0)).exp_()[..., None]
+    merged = parts[0][0] * weights[0]
+    total = weights[0].clone()
+    for (out, _), weight in zip(parts[1:], weights[1:], strict=True):
+        merged.addcmul_(out, weight)
+        total += weight
+    return merged.div_(total)
