@@ -12,6 +12,7 @@ engine drops to one thread. That path is left for models without groups, where i
 import torch
 from torch.nn.functional import pad
 
+_ROWS = 4  # products with fewer rows depend on the number of threads
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -44,8 +45,8 @@ def _attend_one(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     rows = q.reshape(1, kv_heads, group, dim)
-    if group == 3:  # GEMMs of 3 rows, alone among small ones, depend on the number of threads
-        rows = pad(rows, (0, 0, 0, 1))
+    if group < _ROWS:
+        rows = pad(rows, (0, 0, 0, _ROWS - group))
     out, lse = _flash(
         rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], 0.0, False, scale=scale
     )
