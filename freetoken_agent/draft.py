@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a generation writes through: the branch is busy while a draft exists, and every segment that
-`append` returned is durable. All of them together are one undo step."""
+`write` returned is durable. All of them together are one undo step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -14,9 +14,9 @@ from .codec import BranchBody, pack_branch
 from .errors import GenerationConflict, NothingToGenerate
 from .forks import create_named
 from .handle import Handle, why_closed
-from .items import Item, Options
 from .layout import Layout, ids_before, new_call_id, new_segment_id
 from .model import Model
+from .pairing import open_calls
 from .parsing import SegmentDone
 from .path import Body, Path, Place, Tail
 from .segments import ReusePlan, Segment
@@ -50,7 +50,6 @@ class Draft:
         self._path = path
         self._joins = path.tail != "closed"
         self._opener: tuple[int, ...] = opener.ids
-        self.opener: tuple[int, ...] = opener.ids
         self.kind: Literal["thinking", "text"] = opener.kind
         self.ids: tuple[int, ...] = (*path.ids, *opener.ids)
         self.conflict: GenerationConflict | None = None
@@ -76,23 +75,6 @@ class Draft:
         return self._branch.name
 
     @property
-    def options(self) -> Options:
-        return self._layout.options
-
-    @property
-    def items(self) -> list[Item]:
-        """The path the generation started from, as the template sees it."""
-        return self._base.items()
-
-    @property
-    def continues(self) -> Literal["text", "thinking"] | None:
-        """The kind whose content the first sampled ids continue."""
-        last = self._base.last
-        if last is None or self._opener or self._base.tail == "closed":
-            return None
-        return self.kind
-
-    @property
     def anchors(self) -> tuple[int, ...]:
         """Segment ends: positions at which keeping a state is of use to later edits."""
         return tuple(end for end in self._base.ends if 0 < end < len(self.ids))
@@ -101,7 +83,7 @@ class Draft:
         """The price of `ids`."""
         return views.price(self.model, self._base, self.ids)
 
-    def new_call_id(self) -> str:
+    def _new_call_id(self) -> str:
         """9 alphanumerics that no call of the path has."""
         taken = {place.call_id for place in self._path.places}
         while (fresh := new_call_id()) in taken:
@@ -129,7 +111,7 @@ class Draft:
             origin=fresh,
             name=done.name,
             arguments=None if done.arguments is None else dict(done.arguments),
-            call_id=(done.call_id or self.new_call_id()) if is_call else None,
+            call_id=self._call_id(done.call_id) if is_call else None,
             source="model",
             meta=dict(meta or {}),
         )
@@ -138,24 +120,12 @@ class Draft:
         self._opener, self._joins = (), True
         return views.segments(self._path, [len(self._path.places) - 1])[0]
 
-    def append(
-        self,
-        kind: Literal["thinking", "text", "tool_call"],
-        ids: Sequence[int],
-        *,
-        gap_ids: Sequence[int] = (),
-        tail: Tail = "closed",
-        text: str | None = None,
-        name: str | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        call_id: str | None = None,
-        meta: Mapping[str, Any] | None = None,
-    ) -> Segment:
-        """`write` with loose fields."""
-        decoded = self._layout.tokenizer.decode(ids) if text is None else text
-        fields = None if arguments is None else dict(arguments)
-        done = SegmentDone(kind, tuple(gap_ids), tuple(ids), decoded, name, fields, call_id)
-        return self.write(done, tail=tail, meta=meta)
+    def _call_id(self, written: str | None) -> str:
+        """The id the model wrote, unless an open call has it: results could not tell them apart."""
+        places = self._path.places
+        if written and all(places[i].call_id != written for i in open_calls(places)):
+            return written
+        return self._new_call_id()
 
     def finish(self) -> None:
         """Release the branch. Raises `conflict` if there was one."""
