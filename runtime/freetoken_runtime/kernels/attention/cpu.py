@@ -55,14 +55,10 @@ def _attend_one(
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Outputs over disjoint sets of keys -> the output over all of them, [n, Hq, D]."""
-    if len(parts) == 1:
-        return parts[0][0]
-    # Not softmax and sum: over the first dimension their order depends on the number of threads.
-    lse = torch.stack([lse for _, lse in parts])  # [P, n, Hq]
-    weights = (lse - lse.amax(0)).exp_()[..., None]
-    merged = parts[0][0] * weights[0]
-    total = weights[0].clone()
-    for (out, _), weight in zip(parts[1:], weights[1:], strict=True):
-        merged.addcmul_(out, weight)
-        total += weight
-    return merged.div_(total)
+    merged, lse = parts[0]
+    for index, (out, other) in enumerate(parts[1:], 2):
+        # Not softmax and sum: over a first dimension their order depends on the number of threads.
+        merged = torch.lerp(merged, out, torch.sigmoid(other - lse)[..., None])
+        if index < len(parts):
+            lse = torch.logaddexp(lse, other)
+    return merged
