@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from freetoken_storage.testing import MemoryDatabase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +28,7 @@ from freetoken_agent.testing import (
     Think,
 )
 from freetoken_storage.errors import StoreMismatch
+from freetoken_storage.testing import MemoryDatabase
 
 CLOSER = 258  # <|im_end|> of the byte tokenizer
 
