@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .json_values import is_plain, read
 from .sentinels import PATTERN, sentinel
 
 _DECODER = json.JSONDecoder(strict=False)  # models write raw newlines inside strings
@@ -70,9 +71,9 @@ def _as_arguments(value: object) -> Mapping[str, object] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and is_plain(value) else None
 
 
 def _look(value: object, path: Sequence[str]) -> object:
@@ -120,6 +121,8 @@ class NamedJsonCalls:
             return None
         found = _read_object(unit, match.end())
         if found is None or unit[match.end() : unit.find("{", match.end())].strip():
+            return None
+        if not is_plain(found[0]):
             return None
         return ParsedCall(match["name"], found[0], match["id"])
 
@@ -173,7 +176,7 @@ class TaggedCalls:
 
 def _as_value(text: str) -> object:
     try:
-        value = json.loads(text)
+        value = read(text)
     except ValueError:
         return text
     return text if isinstance(value, str) else value

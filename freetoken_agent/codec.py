@@ -6,11 +6,11 @@
     branch    v tail position tip pins            log entry   v label node tail time
     session   v model tokenizer template fingerprint variables now_s history_thinking meta initial
 
-Token ids are packed as little-endian uint32. A higher version is StoreNewer, anything else that
-does not read is StoreDamaged. A purged segment leaves a tombstone: its id and nothing else.
+Token ids are packed as little-endian uint32, integers beyond 64 bits as decimal digits. A higher
+version is StoreNewer, anything else that does not read is StoreDamaged. A purged segment leaves a
+tombstone: its id and nothing else.
 """
 
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +21,10 @@ import msgpack  # type: ignore[import-untyped]
 
 from freetoken_storage.errors import StoreDamaged, StoreNewer
 
-from .errors import InvalidEdit
 from .path import Body, Place, Tail
 
 VERSION = 1
+_INTEGER = 1  # extension type of an integer beyond 64 bits
 _SURROGATES = "surrogatepass"  # a model may write "\\ud800" into the arguments of a call
 
 
@@ -193,16 +193,6 @@ def unpack_session(data: bytes) -> SessionBody:
         return SessionBody(**fields)
 
 
-def plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a JSON object. InvalidEdit for anything that JSON does not have."""
-    try:
-        text = json.dumps(dict(value), allow_nan=False, ensure_ascii=False)
-        copied: dict[str, Any] = json.loads(text.encode())
-    except (TypeError, ValueError) as error:
-        raise InvalidEdit("this must be a JSON object", value=str(error)) from error
-    return copied
-
-
 class _Reading:
     """Turns what a malformed record raises into StoreDamaged."""
 
@@ -219,13 +209,30 @@ class _Reading:
 
 
 def _pack(fields: Mapping[str, Any]) -> bytes:
-    packed: bytes = msgpack.packb({"v": VERSION, **fields}, unicode_errors=_SURROGATES)
+    packed: bytes = msgpack.packb(
+        {"v": VERSION, **fields}, unicode_errors=_SURROGATES, default=_pack_integer
+    )
     return packed
+
+
+def _pack_integer(value: object) -> msgpack.ExtType:
+    """An integer beyond 64 bits, which JSON has and msgpack has not, as decimal digits."""
+    if not isinstance(value, int):
+        raise TypeError(f"not a value of a record: {type(value).__name__}")
+    return msgpack.ExtType(_INTEGER, str(value).encode())
+
+
+def _unpack_extension(code: int, data: bytes) -> int:
+    if code != _INTEGER:
+        raise ValueError(f"unknown extension {code}")
+    return int(data)
 
 
 def _unpack(data: bytes) -> dict[str, Any]:
     try:
-        fields: dict[str, Any] = msgpack.unpackb(data, unicode_errors=_SURROGATES)
+        fields: dict[str, Any] = msgpack.unpackb(
+            data, unicode_errors=_SURROGATES, ext_hook=_unpack_extension
+        )
     except (ValueError, msgpack.UnpackException) as error:
         raise StoreDamaged(
             "a record of the session store is not msgpack",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import pairing
+from . import json_values, pairing
 from .errors import InvalidEdit, PairingError
 from .history import match_history
 from .items import Item, Kind
@@ -26,11 +26,6 @@ KINDS: tuple[Kind, ...] = (
     "tool_result",
 )
 _CALL_KINDS = frozenset(("tool_call", "tool_result"))
-
-
-def canonical_json(value: object) -> str:
-    """Equal for equal JSON, whatever the order of keys."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def tail_after(kind: Kind, *, open: bool = False) -> Tail:
@@ -86,7 +81,10 @@ def sync_items(
         path = set_preamble(layout, path, "system", match.system)
         match = match_history(path.items(), items)
     assert match.system is None, "the system text was just set"
-    return append_items(layout, path.cut(match.kept), match.rest, drop_thinking=drop_thinking)
+    kept = path.cut(match.kept)
+    if kept.last is not None and not match.goes_on and (match.rest or kept is not path):
+        kept = Path(kept.places, tail_after(kept.last.kind))  # where the list ends a message
+    return append_items(layout, kept, match.rest, drop_thinking=drop_thinking)
 
 
 def append_result(layout: Layout, path: Path, call: int, text: str, *, error: bool) -> Path:
@@ -103,7 +101,7 @@ def replace_text(layout: Layout, path: Path, index: int, text: str) -> Path:
         )
     if old.body.content == text:
         return path
-    if old.kind == "tools" and json.loads(old.body.content) == json.loads(text):
+    if old.kind == "tools" and json_values.equal(json.loads(old.body.content), json.loads(text)):
         return path
     new = _successor(old, text=text)
     return layout.rewrite(path, _with(path, index, new), path.tail)
@@ -116,7 +114,7 @@ def replace_arguments(layout: Layout, path: Path, index: int, arguments: Mapping
         raise InvalidEdit(
             "only a tool call has arguments", value=old.kind, remedy="pass the new content"
         )
-    if canonical_json(old.body.arguments) == canonical_json(arguments):
+    if json_values.equal(old.body.arguments, arguments):
         return path
     slots = _with(path, index, _successor(old, arguments=arguments))
     result = pairing.result_of(path, index)
@@ -169,7 +167,7 @@ def drop(layout: Layout, path: Path, kind: str, keep_turns: int) -> Path:
     """Remove every segment of a kind that is not in the last `keep_turns` turns."""
     if kind not in KINDS:
         raise InvalidEdit("no such kind", value=kind, limit=", ".join(KINDS))
-    first_kept = path.num_turns - keep_turns
+    first_kept = path.num_turns - whole("keep_turns", keep_turns, least=0)
     return delete(
         layout,
         path,
@@ -181,9 +179,16 @@ def drop(layout: Layout, path: Path, kind: str, keep_turns: int) -> Path:
     )
 
 
+def whole(name: str, value: int, *, least: int) -> int:
+    """A count that a caller gave. InvalidEdit unless it is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidEdit(f"{name} must be a whole number", value=value, limit=f"at least {least}")
+    return value
+
+
 def turns_start(path: Path, turns: int) -> int:
     """Where the last `turns` turns begin."""
-    if not 1 <= turns <= path.num_turns:
+    if whole("turns", turns, least=1) > path.num_turns:
         raise InvalidEdit(
             "the path does not have that many turns", value=turns, limit=f"1 to {path.num_turns}"
         )

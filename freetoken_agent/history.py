@@ -10,18 +10,22 @@ were emitted as.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from . import json_values
 from .items import Item
+from .pairing import INTERRUPTED
 
 
 @dataclass(frozen=True)
 class Match:
-    """`kept`: how many items of the path stay. `rest`: what the list says after them. `system`:
-    the list's leading system text where it differs from the path's (`rest` then begins after the
+    """`kept`: how many items of the path stay. `rest`: what the list says after them. `goes_on`:
+    whether `rest` begins inside the message that the last kept item belongs to. `system`: the
+    list's leading system text where it differs from the path's (`rest` then begins after the
     preamble, and nothing behind the preamble was compared)."""
 
     kept: int
     rest: tuple[Item, ...]
     system: str | None = None
+    goes_on: bool = False
 
 
 def match_history(path: Sequence[Item], incoming: Sequence[Item]) -> Match:
@@ -38,7 +42,8 @@ def match_history(path: Sequence[Item], incoming: Sequence[Item]) -> Match:
     for index in range(skip, len(incoming)):
         end = _repeats(path, position, incoming[index])
         if end is None:
-            return Match(kept, tuple(incoming[index:]))
+            goes_on = index > 0 and incoming[index - 1].open
+            return Match(kept, tuple(incoming[index:]), goes_on=goes_on)
         kept = position = end
     return Match(kept, ())
 
@@ -52,7 +57,8 @@ def _repeats(path: Sequence[Item], start: int, item: Item) -> int | None:
     stored = path[start]
     if item.kind == "tool_call":
         same = (stored.call_id, stored.name) == (item.call_id, item.name)
-        return start + 1 if same and (stored.arguments or {}) == (item.arguments or {}) else None
+        same = same and json_values.equal(stored.arguments or {}, item.arguments or {})
+        return start + 1 if same else None
     if item.kind == "tool_result":
         same = (stored.call_id, stored.text) == (item.call_id, item.text)
         return start + 1 if same else None
@@ -69,7 +75,11 @@ def _repeats(path: Sequence[Item], start: int, item: Item) -> int | None:
 
 
 def _silent(stored: Item, item: Item) -> bool:
-    """Whether a stored content may be missing from the list: a thought, or an empty text."""
+    """Whether a stored content may be missing from the list: a thought, an empty text, or the
+    result of a call that nobody answered."""
+    if stored.kind == "tool_result":
+        unanswered = stored.error and stored.text == INTERRUPTED
+        return unanswered and (item.kind != "tool_result" or stored.call_id != item.call_id)
     if stored.kind == item.kind:
         return False
     return stored.kind == "thinking" or (stored.kind == "text" and not stored.text)

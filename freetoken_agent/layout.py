@@ -207,7 +207,7 @@ def _touched(path: Path, slots: Sequence[Slot], joins: Mapping[int, bool]) -> se
         or slots[i].joins != joined
         or not _same_neighbour(path, slots, i)
     }
-    if touched and min(touched) <= PREAMBLE_LENGTH:
+    if min(touched, default=len(slots)) <= PREAMBLE_LENGTH:
         length = preamble_length([slot.kind for slot in slots[: PREAMBLE_LENGTH + 1]])
         kept = [slot.body.id for slot in slots[:length] if isinstance(slot, Place)]
         before = [place.body.id for place in path.places[: path.preamble_length]]

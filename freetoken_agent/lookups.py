@@ -3,9 +3,18 @@
 
 from collections.abc import Sequence
 
+from freetoken_storage.errors import InvalidName
+from freetoken_storage.records import SegmentRecord
+
 from . import codec, views
 from .branch import Branch
-from .errors import FrameNotEditable, MissingReason, SegmentNotFound, SegmentReplaced
+from .errors import (
+    FrameNotEditable,
+    InvalidEdit,
+    MissingReason,
+    SegmentNotFound,
+    SegmentReplaced,
+)
 from .handle import Context, Handle
 from .path import Body, Path
 from .segments import Segment
@@ -20,6 +29,8 @@ _REMEDIES: dict[MissingReason, str] = {
 
 def id_of(segment: Segment | str) -> str:
     """The id of a content segment. FrameNotEditable for a frame."""
+    if not isinstance(segment, str | Segment):
+        raise InvalidEdit("a segment is named by itself or by its id", value=type(segment).__name__)
     name = segment if isinstance(segment, str) else segment.id
     if name.endswith(views.FRAME_SUFFIX):
         raise FrameNotEditable(
@@ -58,8 +69,15 @@ def body_of(context: Context, name: str) -> Body | None:
     known = context.bodies.get(name)
     if known is not None:
         return known
-    record = context.sessions.segments(context.name, [name]).get(name)
+    record = _stored(context, name)
     return None if record is None else codec.unpack_segment(record.body)
+
+
+def _stored(context: Context, name: str) -> SegmentRecord | None:
+    try:
+        return context.sessions.segments(context.name, [name]).get(name)
+    except InvalidName:  # not even the form of an id
+        return None
 
 
 def known_body(handle: Handle, segment: Segment | str) -> Body:
@@ -122,8 +140,7 @@ def _missing(handle: Handle, name: str, body: Body | None) -> SegmentNotFound:
 def _reason(handle: Handle, name: str, body: Body | None) -> MissingReason:
     context = handle.context
     if body is None:
-        stored = context.sessions.segments(context.name, [name])
-        return "purged" if name in stored else "unknown"
+        return "unknown" if _stored(context, name) is None else "purged"
     nodes = nodes_by_segment(context).get(name, [])
     if _was_on(handle.branch, context, nodes) or not heads_holding(context, nodes):
         return "deleted"

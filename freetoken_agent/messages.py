@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from .errors import InvalidMessages, UnsupportedContent
+from . import json_values
+from .errors import InvalidEdit, InvalidMessages, UnsupportedContent
 from .items import ASSISTANT_KINDS, Item, same_message
 
 MessageFormat = Literal["openai", "anthropic"]
@@ -31,6 +32,8 @@ def parse_messages(messages: Sequence[Mapping[str, Any]], format: MessageFormat)
     every item that another one of the same message follows. UnsupportedContent for what is not
     text; InvalidMessages, with the message's index, for what the format does not allow."""
     reader = _reader(format)
+    if isinstance(messages, str) or not isinstance(messages, Iterable):
+        raise InvalidMessages("messages are a list of objects", value=type(messages).__name__)
     items: list[Item] = []
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
@@ -55,7 +58,7 @@ def emit_messages(items: Sequence[Item], format: MessageFormat) -> list[Message]
 
 def _reader(format: str) -> Callable[[int, Mapping[str, Any]], Iterator[Item]]:
     readers = {"openai": _read_openai, "anthropic": _read_anthropic}
-    if format not in readers:
+    if not isinstance(format, str) or format not in readers:
         raise InvalidMessages(
             "unknown message format", value=format, limit=" or ".join(sorted(readers))
         )
@@ -79,15 +82,18 @@ def _joined(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def _in_call_order(items: list[Item]) -> list[Item]:
-    """Runs of results, sorted by the order of the calls they answer."""
-    order = {item.call_id: i for i, item in enumerate(items) if item.kind == "tool_call"}
+    """Runs of results, sorted by the order of the calls they answer: the last ones before them,
+    as ids may come again in later turns."""
+    order: dict[str | None, int] = {}
     start = 0
     while start < len(items):
+        if items[start].kind == "tool_call":
+            order[items[start].call_id] = start
         end = start
         while end < len(items) and items[end].kind == "tool_result":
             end += 1
         items[start:end] = sorted(items[start:end], key=lambda i: order.get(i.call_id, len(items)))
-        start = end + 1
+        start = max(end, start + 1)
     return items
 
 
@@ -138,7 +144,11 @@ def _read_openai(index: int, message: Mapping[str, Any]) -> Iterator[Item]:
         thought = next((message[key] for key in _REASONING if message.get(key)), None)
         if thought is not None:
             yield Item("thinking", text_of(thought, index))
+        if message.get("function_call"):
+            raise _invalid(index, "function_call has no id: send it as tool_calls")
         calls = message.get("tool_calls") or []
+        if not isinstance(calls, Sequence):
+            raise _invalid(index, "tool_calls must be a list", calls)
         if text or not (calls or thought):
             yield Item("text", text)
         for call in calls:
@@ -161,14 +171,18 @@ def _call(index: int, call_id: object, name: object, arguments: object) -> Item:
         raise _invalid(index, "a tool call needs a name", name)
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json_values.read(arguments or "{}")
         except ValueError as error:
             raise _invalid(index, f"arguments of {call_id} are not JSON: {error}") from error
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise _invalid(index, f"arguments of {call_id} must be an object", arguments)
-    return Item("tool_call", name=name, arguments=dict(arguments), call_id=call_id)
+    try:
+        plain = json_values.plain(arguments)
+    except InvalidEdit as error:
+        raise _invalid(index, f"arguments of {call_id} are not JSON: {error}") from error
+    return Item("tool_call", name=name, arguments=plain, call_id=call_id)
 
 
 def _emit_openai(items: Sequence[Item]) -> Iterator[Message]:

@@ -70,7 +70,14 @@ def add(slots: list[Slot], new: New) -> None:
     if new.kind == "tool_result":
         _add_result(slots, new)
         return
-    if not (new.kind == "tool_call" and slots and slots[-1].kind == "tool_call"):
+    if new.kind == "tool_call" and slots and slots[-1].kind == "tool_call":
+        if any(slots[call].call_id == new.call_id for call in open_calls(slots)):
+            raise PairingError(
+                "two parallel calls have the same id",
+                value=new.call_id,
+                remedy="give each call an id of its own",
+            )
+    else:
         for call in open_calls(slots):
             _add_result(slots, answer(slots[call], INTERRUPTED, error=True, interrupted=True))
     slots.append(new)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Unpack, cast
 
-from . import codec, edits, forks, generation, lookups, purging
+from freetoken_storage.records import MAIN
+
+from . import edits, forks, generation, lookups, purging
 from .branch import Branch
 from .codec import BranchBody, pack_branch
 from .draft import Draft
@@ -18,6 +20,7 @@ from .generate_options import GenerateKwargs
 from .generation import Generation
 from .handle import Batch, describe, plan_of
 from .items import Kind
+from .json_values import plain
 from .layout import Layout, new_call_id
 from .messages import MessageFormat, parse_messages
 from .model import Model
@@ -132,7 +135,7 @@ class Session(SessionReader):
             if path.places[index].kind == "tools":
                 raise InvalidEdit("a tool list is not text", remedy="use set_tools()")
             if arguments is not None:
-                return edits.replace_arguments(layout, path, index, codec.plain(arguments))
+                return edits.replace_arguments(layout, path, index, plain(arguments))
             assert text is not None
             return edits.replace_text(layout, path, index, text)
 
@@ -190,8 +193,6 @@ class Session(SessionReader):
 
     def drop(self, *, kind: str, keep_turns: int = 0, dry_run: bool = False) -> Edit:
         """Remove all segments of a kind, except those of the last `keep_turns` turns."""
-        if keep_turns < 0:
-            raise InvalidEdit("keep_turns cannot be negative", value=keep_turns)
         return self._edit(
             "drop",
             lambda layout, path: edits.drop(layout, path, kind_of(kind), keep_turns),
@@ -219,11 +220,11 @@ class Session(SessionReader):
 
     def undo(self, n: int = 1, *, dry_run: bool = False) -> Edit:
         """Take back the last `n` steps of this branch. NothingToUndo changes nothing."""
-        return self._move(-n, dry_run)
+        return self._move(-edits.whole("n", n, least=1), dry_run)
 
     def redo(self, n: int = 1, *, dry_run: bool = False) -> Edit:
         """Do `n` undone steps again. NothingToRedo changes nothing."""
-        return self._move(n, dry_run)
+        return self._move(edits.whole("n", n, least=1), dry_run)
 
     def batch(self, label: str = "") -> AbstractContextManager[Batch]:
         """`with s.batch():` makes the edits inside one commit and one undo step. They are visible
@@ -265,11 +266,16 @@ class Session(SessionReader):
         return Session(context, Branch.load(context.sessions, self.name, name, context.bodies))
 
     def delete_branch(self, name: str) -> None:
-        """Forget a branch and its undo log; its segments stay until a purge."""
+        """Forget a branch and its undo log; its segments stay until a purge. `main` stays as long
+        as the session does."""
         self._handle.bound()
         if name == self.branch:
             raise InvalidEdit("a handle cannot delete its own branch", value=name)
         self._handle.context.busy.check(self.name, name)
+        if name == MAIN:
+            raise InvalidEdit(
+                "the first branch cannot be deleted", value=name, remedy="rewind() it"
+            )
         self._handle.context.sessions.delete_branch(self.name, name)
 
     def rerender(self, model: Model, name: str) -> "Session":
@@ -363,12 +369,14 @@ def _new(kind: str, content: Content, meta: Mapping[str, Any] | None) -> New:
         raise InvalidEdit(
             "no such kind of content", value=kind, limit="system, user, assistant, thinking"
         )
-    return New(cast(Kind, name), as_text(content), meta=codec.plain(meta or {}))
+    return New(cast(Kind, name), as_text(content), meta=plain(meta or {}))
 
 
 def _call(path: Path, name: str, arguments: Mapping[str, Any], call_id: str | None) -> New:
-    if not name:
+    if not isinstance(name, str) or not name:
         raise InvalidEdit("a tool call needs the name of its tool", value=name)
+    if call_id is not None and not isinstance(call_id, str):
+        raise InvalidEdit("the id of a call is a text", value=call_id, remedy="leave the id out")
     taken = {place.call_id for place in path.places if place.kind == "tool_call"}
     if call_id is not None and (not call_id or call_id in taken):
         raise InvalidEdit(
@@ -376,4 +384,4 @@ def _call(path: Path, name: str, arguments: Mapping[str, Any], call_id: str | No
         )
     while call_id is None or call_id in taken:
         call_id = new_call_id()
-    return New("tool_call", name=name, arguments=codec.plain(arguments), call_id=call_id)
+    return New("tool_call", name=name, arguments=plain(arguments), call_id=call_id)

@@ -30,6 +30,7 @@ from .errors import InvalidEdit
 from .generate_options import UnknownOption
 from .handle import BusyBranches, Context
 from .items import Options
+from .json_values import plain
 from .layout import Layout
 from .model import Model
 from .path import Path
@@ -107,7 +108,7 @@ class Store:
         if exist_ok:
             with suppress(SessionNotFound):
                 return self.open(name, model)
-        variables = codec.plain(template_options or {})
+        variables = plain(template_options or {})
         for unknown in variables.keys() - model.format.variables:
             raise UnknownOption(
                 f"the chat template does not read {unknown!r}",
@@ -119,7 +120,7 @@ class Store:
             model,
             options=Options(variables=variables, now_s=time.time()),
             history_thinking=history_thinking,
-            meta=codec.plain(meta or {}),
+            meta=plain(meta or {}),
             initial=initial,
         )
         path = _preamble(layout_of(body, model), initial)

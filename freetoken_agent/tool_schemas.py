@@ -2,10 +2,11 @@
 """Tool lists as sessions store them: one JSON text, in the OpenAI form."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from .errors import InvalidEdit
+from .json_values import plain
 
 
 @runtime_checkable
@@ -23,15 +24,14 @@ def tools_text(tools: Sequence[ToolLike]) -> str | None:
     """The JSON text of a tool list; None for an empty one. InvalidEdit names what is wrong."""
     if not tools:
         return None
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
+        raise InvalidEdit("tools are a list of schemas", value=type(tools).__name__)
     schemas = [_schema(tool) for tool in tools]
     names = [schema["function"]["name"] for schema in schemas]
     for name in names:
         if names.count(name) > 1:
             raise InvalidEdit("two tools have the same name", value=name)
-    try:
-        return json.dumps(schemas, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidEdit("a tool's schema is not JSON", value=str(error)) from error
+    return json.dumps(schemas, ensure_ascii=False)
 
 
 def _schema(tool: ToolLike) -> dict[str, Any]:
@@ -48,4 +48,4 @@ def _schema(tool: ToolLike) -> dict[str, Any]:
     if not isinstance(parameters, Mapping):
         raise InvalidEdit(f"the parameters of tool {name!r} are not a schema", value=parameters)
     flat = {key: value for key, value in function.items() if key != "type"}
-    return {"type": "function", "function": {**flat, "parameters": parameters}}
+    return {"type": "function", "function": plain({**flat, "parameters": parameters})}

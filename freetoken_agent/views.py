@@ -9,16 +9,14 @@ from typing import Literal
 
 from .model import ContextOverflow, Model, PathPlan
 from .path import Body, Path, Place
-from .segments import ROLES, Diff, Miss, ReusePlan, Segment, SegmentKind, Turn
+from .segments import ROLES, Diff, Miss, ReusePlan, Segment, Turn
 
 FRAME_SUFFIX = ".frame"
-
-_KIND_ALIASES: dict[str, SegmentKind] = {"assistant": "text"}
 
 
 def kind_of(name: str) -> str:
     """`assistant` means a text of the assistant."""
-    return _KIND_ALIASES.get(name, name)
+    return "text" if name == "assistant" else name
 
 
 def segment(

@@ -14,6 +14,8 @@ FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
 def encode_name(what: str, name: str, max_bytes: int = MAX_NAME_BYTES) -> bytes:
     """`name` as the bytes of a key. `what` ("session name") begins the message of InvalidName."""
+    if not isinstance(name, str):
+        raise InvalidName(f"{what} is not a text", value=type(name).__name__)
     if not name:
         raise InvalidName(f"{what} is empty", value=name, limit=f"1 to {max_bytes} bytes")
     for character in name:

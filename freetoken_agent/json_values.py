@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that JSON has: what arguments, meta data and schemas may hold, and when two are equal."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import InvalidEdit
+
+MAX_DEPTH = 64  # levels of lists and objects; templates and encoders recurse
+
+
+def plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a JSON object. InvalidEdit for anything that JSON does not have."""
+    try:
+        text = json.dumps(dict(value), allow_nan=False, ensure_ascii=False)
+        copied: dict[str, Any] = json.loads(text.encode())
+    except (TypeError, ValueError) as error:
+        raise InvalidEdit("this must be a JSON object", value=str(error)) from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    if not is_plain(copied):
+        raise _too_deep()
+    return copied
+
+
+def read(text: str) -> Any:
+    """The value of a JSON text. ValueError for what JSON does not have, or what is too deep."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is too deep") from error
+    if not is_plain(value):
+        raise ValueError(f"it is deeper than {MAX_DEPTH} levels, or holds a number that is none")
+    return value
+
+
+def is_plain(value: object) -> bool:
+    """Whether a parsed value is within the depth limit and holds no NaN or infinity."""
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        deeper: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                deeper += item.values()
+            elif isinstance(item, list):
+                deeper += item
+            elif isinstance(item, float) and not math.isfinite(item):
+                return False
+        if not deeper:
+            return True
+        level = deeper
+    return False
+
+
+def equal(left: object, right: object) -> bool:
+    """Whether two values are the same JSON: the order of keys does not count, and 1.0 is 1, but
+    true is not."""
+    return _canonical(left) == _canonical(right)
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(_one_number(value), sort_keys=True)
+
+
+def _one_number(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _one_number(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_one_number(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _too_deep() -> InvalidEdit:
+    return InvalidEdit("a JSON value is too deep", limit=f"{MAX_DEPTH} levels")
