@@ -11,7 +11,9 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
+from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 import anyio
@@ -38,11 +40,11 @@ class GenerationUnfinished(FreetokenError):
 
 
 class Generation:
-    """The events of one model call. Nothing happens before the first pull, and nothing between
-    pulls.
+    """The events of one model call. Nothing happens before the first pull; afterwards the model
+    runs at most a few tokens ahead of the reader.
 
     Use it as `async with s.generate() as generation: async for event in generation: …`. Leaving
-    early, by `break`, an error or a cancelled task, keeps what was written so far and releases the
+    early, by `break`, an error or a cancelled task, keeps what was read so far and releases the
     branch; without `async with` that happens when the last reference goes. It belongs to one task;
     only `cancel` may be called from elsewhere.
     """
@@ -67,8 +69,16 @@ class Generation:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self.aclose()
+        else:
+            await self._abandon()
 
     @property
     def reply(self) -> Reply:
@@ -84,7 +94,7 @@ class Generation:
         self._step.cancel()
 
     async def aclose(self) -> None:
-        """Stop, keep what was written, and release the branch. Does nothing the second time."""
+        """Stop, keep what was read, and release the branch. Does nothing the second time."""
         self._step.cancel()
         with anyio.CancelScope(shield=True):
             if self._work is not None:
@@ -107,12 +117,19 @@ class Generation:
         try:
             await mailbox.changed.wait()
         except asyncio.CancelledError:
-            await self.aclose()
+            await self._abandon()
             raise
         mailbox.changed.clear()
         if self._work.done():
             work, self._work = self._work, None
             mailbox.events.extend(work.result())
+
+    async def _abandon(self) -> None:
+        """Close behind an error that matters more than what closing may raise."""
+        try:
+            await self.aclose()
+        except FreetokenError as fault:
+            _log.warning("a generation that was left could not be closed: %s", fault)
 
     def _thread(self) -> ThreadPoolExecutor:
         if self._executor is None:
@@ -130,13 +147,20 @@ class Generation:
             return
         step.cancel()
         try:
-            if self._work is not None and self._executor is not None:
-                self._executor.submit(step.close)
-            else:
+            if self._work is None or self._executor is None or not _submit(self._executor, step):
                 step.close()
         except FreetokenError as error:
             _log.warning("a generation that was left could not be closed: %s", error)
         self._release_thread()
+
+
+def _submit(executor: ThreadPoolExecutor, step: ModelStep) -> bool:
+    """Close the step behind what its thread is doing; False when the interpreter is ending."""
+    try:
+        executor.submit(step.close)
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Mailbox:
@@ -158,7 +182,7 @@ class _Mailbox:
         """A callback for the engine's thread."""
 
         def report(event: PrefillProgress) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop was closed: nobody is reading any more
                 loop.call_soon_threadsafe(self.put, event)
 
         return report

@@ -74,13 +74,19 @@ class ModelStep:
             stream.cancel()
 
     def close(self) -> None:
-        """End now: cancel, keep what was written, release the branch. Does nothing once finished,
-        or before the start."""
-        if self.finished or not self.started:
+        """End now: keep what was read, drop what the model has sampled beyond it, release the
+        branch. Does nothing once finished, or before the start."""
+        draft, stream = self._draft, self._stream
+        if self.finished or draft is None:
             return
         self.cancel()
-        while not self.finished:
-            self.advance()
+        try:
+            if stream is not None:
+                stream.close()
+            self._finish(draft, "cancelled", PathUsage(0, 0, 0) if stream is None else stream.usage)
+        except BaseException:
+            self._fail()
+            raise
 
     def _begin(self) -> list[GenerationEvent]:
         self.started = True
