@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from freetoken_storage.errors import StoreMismatch
+from freetoken_storage.errors import StorageError, StoreMismatch
 from freetoken_storage.records import Snapshots
 
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
@@ -179,12 +179,17 @@ class Engine:
 
     def pin(self, owner: str, paths: Sequence[Sequence[int] | Ids]) -> None:
         """Protect the states of these paths from eviction for `owner`, in RAM and on disk,
-        replacing its earlier pins; no paths unpin."""
+        replacing its earlier pins; no paths unpin. What the store refuses is said by the next
+        `flush`, and tried again when more of the path is written."""
         checked = [self._check(path) for path in paths]
         self._owner.call(lambda: self._keeper.pin(owner, checked))
-        disk = self._lookup.disk
-        if disk is not None:
+        disk, persister = self._lookup.disk, self._persister
+        if disk is None or persister is None:
+            return
+        try:
             disk.pin(owner, checked)
+        except StorageError as error:
+            persister.failed(error)
 
     def set_budget(self, *, ram_bytes: int | None = None, vram_bytes: int | None = None) -> None:
         """Change the memory budget; over it, the least valuable states go at once.

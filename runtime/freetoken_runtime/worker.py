@@ -20,7 +20,7 @@ from .runner import Runner, Work
 from .sampler import Sampler
 from .scheduler import Candidate, Scheduler
 from .state.digest import Ids, as_ids
-from .state.keeper import StateKeeper
+from .state.keeper import Acquired, StateKeeper
 from .task import Task
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Worker:
             if acquired is not None:
                 task.resident = acquired.resident
                 task.reused = acquired.reused
-                task.changed = _difference(task, acquired.route.miss, acquired.reused)
+                task.changed = _difference(task, acquired)
                 if acquired.row is not None:
                     task.hidden = acquired.row.unsqueeze(0)
         if task.resident is None:
@@ -278,12 +278,13 @@ class Worker:
         self._keeper.release(resident)
 
 
-def _difference(task: Task, miss: object, reused: int) -> str | None:
+def _difference(task: Task, acquired: Acquired) -> str | None:
     """What made the work differ from the plan that the caller was shown."""
-    planned = task.stream.plan.reused_tokens
+    planned, reused = task.stream.plan.reused_tokens, acquired.reused
     if reused == planned:
         return None
-    cause = getattr(miss, "cause", None)
     if reused > planned:
         return f"another request computed {reused - planned} tokens of the path"
-    return f"{planned - reused} tokens were lost: {cause or 'damaged'}"
+    miss = acquired.route.miss
+    cause = acquired.lost or (miss.cause if miss is not None else "evicted")
+    return f"{planned - reused} tokens were lost: {cause}"

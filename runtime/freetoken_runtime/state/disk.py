@@ -13,13 +13,12 @@ and counts only where the rows are found.
 
 import json
 import logging
-import struct
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
 import torch
 
 from freetoken_storage.errors import StorageError, StoreDamaged
@@ -31,18 +30,15 @@ from .digest import (
     Fingerprint,
     Ids,
     anchor_digest,
-    as_ids,
     catalog_digest,
     chain,
     digest_at,
 )
 from .prefix import shared_rows
 from .sequence import PathView, Sequence
+from .stored_form import BLOCK_KIND, ROW_KIND, Staging, concerns, ids_of, memory_of, pack_meta
 
 _log = logging.getLogger(__name__)
-_META = struct.Struct("<4sII")  # magic, position of the first id, ids
-_BLOCK = b"KVB1"
-_ROW = b"ROW1"
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,14 @@ class DiskMatch:
 NOTHING = DiskMatch(0, (), False, False)
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What a restore read, and why it ended early, if it did."""
+
+    size_bytes: int
+    lost: Literal["damaged", "evicted"] | None = None
+
+
 class DiskStates:
     """The states of one fingerprint in one store. Thread-safe; holds no tensor of its own but one
     staging block, which the owner thread uses."""
@@ -85,9 +89,10 @@ class DiskStates:
         self._layout = layout
         self._hidden_size, self._hidden_dtype = hidden
         self._lock = threading.Lock()
-        self._damaged: set[bytes] = set()
+        self._damaged: set[bytes] = set()  # found so; until written anew
+        self._stuck: set[bytes] = set()  # damaged, and could not be removed: not to be used
         self._pins: dict[str, list[Ids]] = {}
-        self._staging = torch.empty(max(1, layout.token_bytes * BLOCK), dtype=torch.uint8)
+        self._staging = Staging(layout)
 
     # -- finding
 
@@ -107,7 +112,7 @@ class DiskStates:
     def _match(self, ids: Ids, floor: int) -> DiskMatch:
         names = self.boundaries(ids)
         with self.snapshots.reader() as reader:
-            depth = _deepest(reader, names)
+            depth = self._deepest(reader, names)
             start = depth * BLOCK
             first = floor // BLOCK
             pieces = [Piece(names[i + 1], i * BLOCK, BLOCK, BLOCK) for i in range(first, depth)]
@@ -120,7 +125,7 @@ class DiskStates:
             row_known = False
             if position == len(ids) > 0:
                 name = anchor_digest(digest_at(names, ids, position))
-                row_known = _info(reader, name) is not None
+                row_known = self._info(reader, name) is not None
         return DiskMatch(position, tuple(pieces), row_known, goes_on)
 
     def _partial(
@@ -130,8 +135,8 @@ class DiskStates:
         best: Piece | None = None
         continues = False
         for digest in self.snapshots.children(parent):
-            info = _info(reader, digest)
-            ids = None if info is None else _ids_of(info.meta, _BLOCK, start)
+            info = self._info(reader, digest)
+            ids = None if info is None else ids_of(info.meta, BLOCK_KIND, start)
             if ids is None:
                 continue
             rows = shared_rows(ids, wanted)
@@ -152,11 +157,11 @@ class DiskStates:
             if digest == self.origin.digest:
                 continue
             with self.snapshots.reader() as reader:
-                info = _info(reader, digest)
+                info = self._info(reader, digest)
                 if info is None:
                     continue
                 names = chain(digest, ids[:BLOCK])
-                known = len(names) > 1 and _info(reader, names[1]) is not None
+                known = len(names) > 1 and self._info(reader, names[1]) is not None
                 if not known:
                     known = self._partial(reader, digest, ids[:BLOCK], 0)[0] is not None
             if known:
@@ -169,71 +174,91 @@ class DiskStates:
         with self._lock:
             return digest in self._damaged
 
+    def _info(self, reader: SnapshotReader, digest: bytes) -> SnapshotInfo | None:
+        """The record's info; a damaged one counts as absent, until it is written anew."""
+        try:
+            info = reader.info(digest)
+        except StoreDamaged:
+            with self._lock:
+                self._damaged.add(digest)
+            return None
+        return None if digest in self._stuck else info
+
+    def _deepest(self, reader: SnapshotReader, names: SequenceOf[bytes]) -> int:
+        """Index of the last full block that is stored. Parents outlive children, so the stored
+        ones are a prefix of the chain."""
+        low, high = 0, len(names) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._info(reader, names[middle]) is None:
+                high = middle - 1
+            else:
+                low = middle
+        return low
+
     # -- reading (owner thread)
 
-    def restore(self, sequence: Sequence, match: DiskMatch, ids: Ids) -> int:
-        """Append the pieces beyond the sequence's rows to it; returns the bytes read. A piece that
-        cannot be read ends the restore: the rows before it stay. A damaged one leaves the store."""
+    def restore(self, sequence: Sequence, match: DiskMatch, ids: Ids) -> Restored:
+        """Append the pieces beyond the sequence's rows to it. A piece that cannot be read ends the
+        restore: the rows before it stay. A damaged one leaves the store."""
         read = 0
+        piece = match.pieces[0]
         try:
             with self.snapshots.reader() as reader:
                 for piece in match.pieces:
                     if piece.start + piece.rows > sequence.length:
                         self._restore_piece(reader, piece, sequence, ids)
                         read += self._layout.token_bytes * piece.stored_rows
-            self.snapshots.touch([match.pieces[-1].digest])  # those above it outlive it
-        except (StoreDamaged, KeyError):
-            self._discard(
-                next(p.digest for p in match.pieces if sequence.length < p.start + p.rows)
-            )
+            self.snapshots.touch([piece.digest])  # those above it outlive it
+        except StoreDamaged:
+            self._discard(piece.digest)
+            return Restored(read, "damaged")
+        except KeyError:  # it went between the look-up and now; what hung on it is of no use
+            self._remove(piece.digest)
+            return Restored(read, "evicted")
         except StorageError as error:
             _log.warning("stored states could not be read: %s", error)
-        return read
+            return Restored(read, "evicted")
+        return Restored(read)
 
     def _restore_piece(
         self, reader: SnapshotReader, piece: Piece, sequence: Sequence, ids: Ids
     ) -> None:
         skip = sequence.length - piece.start
-        buffers = self._stage(piece.stored_rows)
-        reader.read_into(piece.digest, _memory(buffers))
+        buffers = self._staging.tensors(piece.stored_rows)
+        reader.read_into(piece.digest, memory_of(buffers))
         sequence.begin(piece.rows - skip)
         sequence.load({name: block[:, skip : piece.rows] for name, block in buffers.items()})
         sequence.commit(ids[sequence.length : piece.start + piece.rows])
 
     def restore_row(self, ids: Ids) -> torch.Tensor | None:
-        """The hidden row at the end of `ids`, or None."""
+        """The hidden row at the end of `ids`, or None if it is gone or damaged."""
         name = anchor_digest(digest_at(self.boundaries(ids), ids, len(ids)))
         row = torch.empty(self._hidden_size, dtype=self._hidden_dtype)
         try:
             with self.snapshots.reader() as reader:
-                reader.read_into(name, _memory({"row": row}))
-        except (StoreDamaged, KeyError):
+                reader.read_into(name, memory_of({"row": row}))
+        except StoreDamaged:
             self._discard(name)
             return None
-        except StorageError:
+        except (StorageError, KeyError):
             return None
         return row
 
-    def _stage(self, rows: int) -> dict[str, torch.Tensor]:
-        """The staging block as named tensors [L, rows, H, D]."""
-        buffers: dict[str, torch.Tensor] = {}
-        offset = 0
-        for index, group in enumerate(self._layout.groups):
-            shape = group.shape
-            for name, dim in ((f"k{index}", shape.key_dim), (f"v{index}", shape.value_dim)):
-                size = self._layout.buffer_sizes(rows)[name]
-                flat = self._staging[offset : offset + size].view(shape.dtype)
-                buffers[name] = flat.view(len(group.layers), rows, shape.heads, dim)
-                offset += size
-        return buffers
-
     def _discard(self, digest: bytes) -> None:
+        """Remove a damaged state; where that cannot be done now, stop using it."""
         with self._lock:
             self._damaged.add(digest)
+        if not self._remove(digest):
+            self._stuck.add(digest)
+
+    def _remove(self, digest: bytes) -> bool:
         try:
             self.snapshots.remove([digest])
         except StorageError as error:
             _log.warning("a damaged state could not be removed: %s", error)
+            return False
+        return True
 
     # -- writing (persister thread)
 
@@ -241,7 +266,7 @@ class DiskStates:
         """Enter the fingerprint into the store's catalog, so that others can be told apart. Put
         before every path: an eviction may have taken it."""
         parts = json.dumps(dict(self.origin.parts), sort_keys=True).encode()
-        if not self.snapshots.contains(self.origin.digest):
+        if not self._is_stored(self.origin.digest):
             self.snapshots.put(
                 [
                     Snapshot(catalog_digest(), None, {}),
@@ -249,10 +274,26 @@ class DiskStates:
                 ]
             )
 
+    def _is_stored(self, digest: bytes) -> bool:
+        """Whether it is there and readable, as far as its record tells: a damaged record must not
+        keep its state from being written anew."""
+        with self.snapshots.reader() as reader:
+            return self._info(reader, digest) is not None
+
+    def _put(self, snapshots: SequenceOf[Snapshot]) -> None:
+        """Write states that are not stored, in place of damaged ones."""
+        names = {snapshot.digest for snapshot in snapshots}
+        if stuck := names & self._stuck:
+            self.snapshots.remove(list(stuck))  # or else put would find them there
+            self._stuck -= stuck
+        self.snapshots.put(snapshots)
+        with self._lock:
+            self._damaged -= names
+
     def stored_blocks(self, names: SequenceOf[bytes]) -> int:
         """How many of the full blocks with these names (d(0) first) are stored; they are in use."""
         with self.snapshots.reader() as reader:
-            depth = _deepest(reader, names)
+            depth = self._deepest(reader, names)
         if depth:
             self.snapshots.touch([names[depth]])
         return depth
@@ -262,14 +303,14 @@ class DiskStates:
         written, 0 if it was there. `names`: the path's boundaries."""
         stop = min(start + BLOCK, len(view.ids))
         digest = digest_at(names, view.ids, stop)
-        if self.snapshots.contains(digest):
+        if self._is_stored(digest):
             return 0
-        ids = as_ids(view.ids[start:stop])
+        ids = view.ids[start:stop]
         parent = names[start // BLOCK]
-        meta = _META.pack(_BLOCK, start, stop - start) + ids.tobytes()
+        meta = pack_meta(BLOCK_KIND, start, ids)
         stale = self._shorter(parent, ids, start)
         rows = {name: array.data for name, array in view.copy_rows(start, stop).items()}
-        self.snapshots.put([Snapshot(digest, parent, rows, meta)])
+        self._put([Snapshot(digest, parent, rows, meta)])
         if stale:
             self.snapshots.remove(stale)
         return self._layout.token_bytes * (stop - start)
@@ -283,20 +324,20 @@ class DiskStates:
         for position, row in sorted(rows.items()):
             start = position - position % BLOCK
             name = anchor_digest(digest_at(names, ids, position))
-            if not self.snapshots.contains(name):
-                meta = _META.pack(_ROW, start, position - start) + ids[start:position].tobytes()
-                memory = _memory({"row": row.contiguous()})
+            if not self._is_stored(name):
+                meta = pack_meta(ROW_KIND, start, ids[start:position])
+                memory = memory_of({"row": row.contiguous()})
                 snapshots.append(Snapshot(name, names[start // BLOCK], memory, meta))
         if snapshots:
-            self.snapshots.put(snapshots)
+            self._put(snapshots)
 
     def _shorter(self, parent: bytes, ids: Ids, start: int) -> list[bytes]:
         """Short blocks under `parent` that a block of these ids makes superfluous."""
         found = []
         with self.snapshots.reader() as reader:
             for digest in self.snapshots.children(parent):
-                info = _info(reader, digest)
-                known = None if info is None else _ids_of(info.meta, _BLOCK, start)
+                info = self._info(reader, digest)
+                known = None if info is None else ids_of(info.meta, BLOCK_KIND, start)
                 if known is not None and len(known) < len(ids):
                     if shared_rows(known, ids) == len(known):
                         found.append(digest)
@@ -304,17 +345,18 @@ class DiskStates:
 
     def forget(self, ids: Ids, start: int) -> int:
         """Remove every state of a path that begins with ids[: start + 1], at or after position
-        `start`; returns how many snapshots went."""
+        `start`, whichever model computed it; returns how many snapshots went. Damaged ones that
+        may belong to the path go with them."""
         block = start - start % BLOCK
-        parent = self.boundaries(ids[:block])[block // BLOCK]
         wanted = ids[block : start + 1]
+        origins = {self.origin.digest, *self.snapshots.children(catalog_digest())}
         doomed = []
         with self.snapshots.reader() as reader:
-            for digest in self.snapshots.children(parent):
-                info = _info(reader, digest)
-                for magic in (_BLOCK, _ROW):
-                    known = None if info is None else _ids_of(info.meta, magic, block)
-                    if known is not None and shared_rows(known, wanted) == len(wanted):
+            for origin in origins:
+                parent = chain(origin, ids[:block])[block // BLOCK]
+                for digest in self.snapshots.children(parent):
+                    info = self._info(reader, digest)
+                    if info is None or concerns(info.meta, wanted, block):
                         doomed.append(digest)
         return self.snapshots.remove(doomed) if doomed else 0
 
@@ -350,41 +392,3 @@ class DiskStates:
             if match.row_known:
                 digests.append(anchor_digest(digest_at(self.boundaries(ids), ids, len(ids))))
         self.snapshots.pin(owner, digests)
-
-
-def _info(reader: SnapshotReader, digest: bytes) -> SnapshotInfo | None:
-    """The record's info; a damaged record counts as absent here and is removed when read."""
-    try:
-        return reader.info(digest)
-    except StoreDamaged:
-        return None
-
-
-def _deepest(reader: SnapshotReader, names: SequenceOf[bytes]) -> int:
-    """Index of the last full block that is stored. Parents outlive children, so the stored ones
-    are a prefix of the chain."""
-    low, high = 0, len(names) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _info(reader, names[middle]) is None:
-            high = middle - 1
-        else:
-            low = middle
-    return low
-
-
-def _ids_of(meta: bytes, kind: bytes, start: int) -> Ids | None:
-    """The ids in a record's meta, or None if it is not of this kind or begins elsewhere."""
-    if len(meta) < _META.size:
-        return None
-    magic, first, count = _META.unpack_from(meta)
-    if magic != kind or first != start or len(meta) != _META.size + 4 * count or count > BLOCK:
-        return None
-    return np.frombuffer(meta, dtype="<i4", offset=_META.size)
-
-
-def _memory(tensors: dict[str, torch.Tensor]) -> dict[str, memoryview]:
-    """The tensors' memory, writable and byte by byte."""
-    return {
-        name: memoryview(t.view(torch.uint8).numpy().data).cast("B") for name, t in tensors.items()
-    }

@@ -44,12 +44,14 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class Acquired:
-    """A path made ready to be grown. `row`: the hidden row of its last position, if it is whole."""
+    """A path made ready to be grown. `row`: the hidden row of its last position, if it is whole;
+    `lost`: why less came back than the route promised."""
 
     resident: Resident
     route: Route
     reused: int
     row: torch.Tensor | None
+    lost: str | None = None
 
 
 class StateKeeper:
@@ -271,11 +273,13 @@ class StateKeeper:
     def _restore(self, resident: Resident, route: Route, ids: Ids) -> Acquired:
         """Append what the disk holds, and find the row at the end."""
         sequence, disk = resident.sequence, self._lookup.disk
+        lost: str | None = None
         if disk is not None and route.disk.pieces:
             started = time.perf_counter()
-            read = disk.restore(sequence, route.disk, ids)
-            self.restored_bytes += read
-            self.on_restored(read, time.perf_counter() - started)
+            restored = disk.restore(sequence, route.disk, ids)
+            lost = restored.lost
+            self.restored_bytes += restored.size_bytes
+            self.on_restored(restored.size_bytes, time.perf_counter() - started)
             resident.persisted_rows = sequence.length
         row: torch.Tensor | None = None
         if sequence.length == len(ids):
@@ -285,11 +289,12 @@ class StateKeeper:
             if row is None and route.row_from == "disk" and disk is not None:
                 row = disk.restore_row(ids)
             if row is None:  # it was there when the route was found
+                lost = "damaged" if route.row_from == "disk" else "evicted"
                 sequence.truncate(len(ids) - 1)
             else:
                 sequence.anchors[len(ids)] = row
         self._count_anchors()
-        return Acquired(resident, route, sequence.length, row)
+        return Acquired(resident, route, sequence.length, row, lost)
 
     def _merge(self, resident: Resident) -> None:
         """Keep one of two paths when one is the beginning of the other."""

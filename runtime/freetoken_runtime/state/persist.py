@@ -96,6 +96,12 @@ class Persister:
 
     # -- for any thread
 
+    def failed(self, error: FreetokenError) -> None:
+        """Keep a write error for the next flush."""
+        with self._changed:
+            self._errors += 1
+            self._last_error = error
+
     @property
     def backlog_bytes(self) -> int:
         """Bytes of KV rows that wait, at most: some may be in the store already."""
@@ -164,10 +170,9 @@ class Persister:
             return False
         error = self._attempt(job)
         del job
+        if error is not None:
+            self.failed(error)
         with self._changed:
-            if error is not None:
-                self._errors += 1
-                self._last_error = error
             self._active = None
             self._dropped = None
             self._changed.notify_all()
@@ -211,9 +216,13 @@ class Persister:
                 return
             self.written_bytes += self._disk.write_block(job.view, names, start)
             start = min(start + BLOCK, len(ids))
-            job.resident.persisted_rows = max(job.resident.persisted_rows, start)
+            self._persisted(job, min(start, len(ids) - 1))  # whole only with the anchors' rows
         if not self._may_go_on(job):
             return
         self._disk.write_anchors(ids, names, job.rows)
+        self._persisted(job, len(ids))
         self._history.remember(names[1:])
         self._disk.refresh_pins(ids)
+
+    def _persisted(self, job: _Job, rows: int) -> None:
+        job.resident.persisted_rows = max(job.resident.persisted_rows, rows)

@@ -162,11 +162,13 @@ class Sequence:
         pair[1][start : start + self._pending].copy_(v)
 
     def load(self, rows: Mapping[str, torch.Tensor]) -> None:
-        """Store the rows of this pass for all layers at once, from named tensors [L, n, H, D]."""
+        """Store the rows of this pass for all layers at once, from named tensors [L, n, H, D].
+        Copied by numpy: the copies are short, and after each of them torch's threads would have to
+        wait for one that a busy neighbour keeps off its core."""
         assert self._write_at is not None, "load outside begin and commit"
         buffer, start = self._write_at
         for name, target in buffer.rows(start, start + self._pending).items():
-            target.copy_(rows[name])
+            np.copyto(target.view(torch.uint8).numpy(), rows[name].view(torch.uint8).numpy())
 
     def pieces(self, layer: int, *, new: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of a layer's rows in path order, each [S, H, D] with S >= 1; with `new` the last
