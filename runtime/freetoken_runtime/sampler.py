@@ -98,7 +98,9 @@ class Sampler:
         self._seed = secrets.randbits(63) if params.seed is None else params.seed
         self._force = list(reversed(params.force or ()))
         self._constraint = params.constraint.copy() if params.constraint is not None else None
-        self._seen = set(path) if params.repetition_penalty != 1.0 else None
+        self._seen: torch.Tensor | None = None  # distinct ids of the path
+        if params.repetition_penalty != 1.0:
+            self._seen = torch.tensor(sorted(set(path)), dtype=torch.int64)
         self._counts: torch.Tensor | None = None
         if params.presence_penalty or params.frequency_penalty:
             self._counts = torch.zeros(vocab_size)
@@ -115,8 +117,8 @@ class Sampler:
         self._position += 1
         if self._constraint is not None:
             self._constraint.accept(token_id)
-        if self._seen is not None:
-            self._seen.add(token_id)
+        if self._seen is not None and not (self._seen == token_id).any():
+            self._seen = torch.cat((self._seen, torch.tensor([token_id])))
         if self._counts is not None:
             self._counts[token_id] += 1
         return token
@@ -158,11 +160,10 @@ class Sampler:
         if self._seen is None and self._counts is None:
             return scores
         scores = scores.clone()
-        if self._seen:
-            ids = torch.tensor(sorted(self._seen))
-            old = scores[ids]
+        if self._seen is not None:
+            old = scores[self._seen]
             penalty = params.repetition_penalty
-            scores[ids] = torch.where(old < 0, old * penalty, old / penalty)
+            scores[self._seen] = torch.where(old < 0, old * penalty, old / penalty)
         if self._counts is not None:
             scores -= params.frequency_penalty * self._counts
             scores -= params.presence_penalty * (self._counts > 0)

@@ -124,6 +124,19 @@ def test_presence_and_frequency_penalties_count_this_requests_ids_only() -> None
     torch.testing.assert_close(sampler._penalised(logits), expected)
 
 
+def test_repetition_counts_what_was_sampled_once() -> None:
+    """Oracle: transformers' processor over path and sampled ids, an id sampled twice included."""
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    params = SamplingParams(repetition_penalty=1.7, force=(4, 4, 9))
+    sampler = Sampler(params, VOCAB, [])
+    logits = row(6)
+    for _ in range(3):
+        sampler.sample(logits)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[4, 4, 9]]), logits[None])[0]
+    torch.testing.assert_close(sampler._penalised(logits), expected)
+
+
 def test_greedy_takes_the_best_and_leaves_the_row_alone() -> None:
     """Oracle: argmax; the row compared with a copy after every option that edits scores."""
     logits = row(3)
