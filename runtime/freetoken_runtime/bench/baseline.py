@@ -46,7 +46,9 @@ class Baseline:
     `prefill` and `decode` keep a cache, as serving does, and compute logits of one row only.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, threads: int | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
         if not available():
             raise BaselineUnavailable(
                 "transformers is not installed", remedy="pip install 'freetoken-agent[dev]'"

@@ -2,18 +2,26 @@
 """Decode: tokens per second of one sequence, quiet and beside a busy process."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..config import Quant
-from ..engine import Engine
 from ..sampler import SamplingParams
-from ..weights import open_source
 from .baseline import Baseline, available
-from .contestants import BASELINE, Prompts, engines
+from .contestants import (
+    BASELINE,
+    Builder,
+    Prompts,
+    Take,
+    in_processes,
+    load_engine,
+    name_of,
+)
 from .timing import (
     Figure,
     OnTurn,
@@ -42,14 +50,17 @@ class DecodeSettings:
 
 def measure(path: Path, settings: DecodeSettings, *, on_turn: OnTurn | None = None) -> list[Figure]:
     """Ours beside transformers bf16, then each of ours beside itself with a CPU hog running."""
-    with engines(path, settings.quants, settings.threads) as loaded:
-        prompts = Prompts(open_source(path).spec.vocab_size)
-        quiet = {name: _ours(engine, prompts, settings) for name, engine in loaded.items()}
+    builders: dict[str, Builder] = {
+        name_of(quant): partial(_ours, path, quant, settings) for quant in settings.quants
+    }
+    if available():
+        builders[BASELINE] = partial(_theirs, path, settings)
+    with in_processes(builders) as takes:
+        quiet = {name: take for name, take in takes.items() if name != BASELINE}
         busy = {f"{name} beside a hog": _beside_a_hog(take) for name, take in quiet.items()}
         contestants = quiet | busy
-        if available():
-            reference = Baseline(path, torch.bfloat16)
-            contestants[BASELINE] = _theirs(reference, prompts, settings)
+        if BASELINE in takes:
+            contestants[BASELINE] = takes[BASELINE]
         turns = interleave(contestants, settings.rounds, on_turn=on_turn)
     theirs = turns.get(BASELINE)
     figures = [_against_baseline(name, turns[name], theirs) for name in quiet]
@@ -81,22 +92,25 @@ def _against_baseline(name: str, own: list[Turn], theirs: list[Turn] | None) -> 
     )
 
 
-def _ours(engine: Engine, prompts: Prompts, settings: DecodeSettings) -> Callable[[int], Turn]:
+@contextmanager
+def _ours(path: Path, quant: Quant | None, settings: DecodeSettings) -> Iterator[Take]:
     """First token to last, so that the prompt's prefill is outside."""
+    prompts = Prompts(path)
+    with load_engine(path, quant, settings.threads) as engine:
 
-    def take(_: int) -> Turn:
-        ids = prompts.draw(settings.prompt)
-        generation = engine.generate(ids, SamplingParams(max_tokens=settings.tokens))
-        next(generation)
-        started = time.perf_counter()
-        made = sum(1 for _ in generation)
-        assert made == settings.tokens - 1, (made, settings.tokens)
-        return Turn(time.perf_counter() - started, made)
+        def take(_: int) -> Turn:
+            ids = prompts.draw(settings.prompt)
+            generation = engine.generate(ids, SamplingParams(max_tokens=settings.tokens))
+            next(generation)
+            started = time.perf_counter()
+            made = sum(1 for _ in generation)
+            assert made == settings.tokens - 1, (made, settings.tokens)
+            return Turn(time.perf_counter() - started, made)
 
-    return take
+        yield take
 
 
-def _beside_a_hog(take: Callable[[int], Turn]) -> Callable[[int], Turn]:
+def _beside_a_hog(take: Take) -> Take:
     def contended(number: int) -> Turn:
         with busy_process():
             return take(number)
@@ -104,11 +118,13 @@ def _beside_a_hog(take: Callable[[int], Turn]) -> Callable[[int], Turn]:
     return contended
 
 
-def _theirs(
-    baseline: Baseline, prompts: Prompts, settings: DecodeSettings
-) -> Callable[[int], Turn]:
+@contextmanager
+def _theirs(path: Path, settings: DecodeSettings) -> Iterator[Take]:
+    prompts = Prompts(path)
+    baseline = Baseline(path, torch.bfloat16, settings.threads)
+
     def take(_: int) -> Turn:
         made, seconds = baseline.decode(prompts.draw(settings.prompt), settings.tokens)
         return Turn(seconds, len(made) - 1)
 
-    return take
+    yield take

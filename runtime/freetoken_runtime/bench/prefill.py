@@ -2,18 +2,26 @@
 """Prefill: rows per second of a prompt that nothing is known about."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..config import Quant
-from ..engine import Engine
 from ..sampler import SamplingParams
-from ..weights import open_source
 from .baseline import Baseline, available
-from .contestants import BASELINE, Prompts, engines
+from .contestants import (
+    BASELINE,
+    Builder,
+    Prompts,
+    Take,
+    in_processes,
+    load_engine,
+    name_of,
+)
 from .timing import Figure, OnTurn, Target, Turn, interleave, paired_ratio, rate
 
 TARGET = Target("at_least", 1.1)
@@ -34,14 +42,12 @@ def measure(
 ) -> list[Figure]:
     """Ours (state kept, first token sampled) beside transformers fp32 (cache kept, one row of
     logits), each round on new prompts."""
-    with engines(path, settings.quants, settings.threads) as loaded:
-        prompts = Prompts(open_source(path).spec.vocab_size)
-        contestants = {
-            name: _ours(engine, prompts, settings.tokens) for name, engine in loaded.items()
-        }
-        if available():
-            reference = Baseline(path, torch.float32)
-            contestants[BASELINE] = _theirs(reference, prompts, settings.tokens)
+    builders: dict[str, Builder] = {
+        name_of(quant): partial(_ours, path, quant, settings) for quant in settings.quants
+    }
+    if available():
+        builders[BASELINE] = partial(_theirs, path, settings)
+    with in_processes(builders) as contestants:
         turns = interleave(contestants, settings.rounds, on_turn=on_turn)
     theirs = turns.pop(BASELINE, None)
     return [_figure(name, own, theirs, settings.tokens) for name, own in turns.items()]
@@ -62,25 +68,33 @@ def _figure(name: str, own: list[Turn], theirs: list[Turn] | None, tokens: int) 
     )
 
 
-def _ours(engine: Engine, prompts: Prompts, tokens: int) -> Callable[[int], Turn]:
+@contextmanager
+def _ours(path: Path, quant: Quant | None, settings: PrefillSettings) -> Iterator[Take]:
+    prompts = Prompts(path)
+    with load_engine(path, quant, settings.threads) as engine:
+
+        def take(_: int) -> Turn:
+            ids = prompts.draw(settings.tokens)
+            started = time.perf_counter()
+            generation = engine.generate(ids, SamplingParams(max_tokens=1))
+            next(generation)
+            seconds = time.perf_counter() - started
+            generation.close()
+            assert generation.usage.prefill_tokens == settings.tokens, generation.usage
+            return Turn(seconds, settings.tokens)
+
+        yield take
+
+
+@contextmanager
+def _theirs(path: Path, settings: PrefillSettings) -> Iterator[Take]:
+    prompts = Prompts(path)
+    baseline = Baseline(path, torch.float32, settings.threads)
+
     def take(_: int) -> Turn:
-        ids = prompts.draw(tokens)
-        started = time.perf_counter()
-        generation = engine.generate(ids, SamplingParams(max_tokens=1))
-        next(generation)
-        seconds = time.perf_counter() - started
-        generation.close()
-        assert generation.usage.prefill_tokens == tokens, generation.usage
-        return Turn(seconds, tokens)
-
-    return take
-
-
-def _theirs(baseline: Baseline, prompts: Prompts, tokens: int) -> Callable[[int], Turn]:
-    def take(_: int) -> Turn:
-        ids = prompts.draw(tokens)
+        ids = prompts.draw(settings.tokens)
         started = time.perf_counter()
         baseline.prefill(ids)
-        return Turn(time.perf_counter() - started, tokens)
+        return Turn(time.perf_counter() - started, settings.tokens)
 
-    return take
+    yield take
