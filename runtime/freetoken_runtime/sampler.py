@@ -200,17 +200,22 @@ def _at_least(scaled: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus(scaled: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> torch.Tensor:
-    """The fewest most likely ids whose mass reaches top_p, best first; ties by ascending id."""
-    mass = float(scaled.double().exp().sum() if ids is None else scaled[ids].double().exp().sum())
-    if ids is None:
-        count = min(_NUCLEUS, len(scaled))
-        ids = _at_least(scaled, scaled.topk(count).values[-1])
+    """The fewest most likely ids (of `ids`, or of all) whose mass reaches top_p, best first; ties
+    by ascending id."""
+    if ids is not None:
+        return _fewest(scaled, ids, top_p, float(scaled[ids].double().exp().sum()))
+    mass = float(scaled.double().exp().sum())
+    likely = _at_least(scaled, scaled.topk(min(_NUCLEUS, len(scaled))).values[-1])
+    if float(scaled[likely].double().exp().sum()) < top_p * mass:
+        likely = torch.arange(len(scaled))  # too flat for a short list: sort everything
+    return _fewest(scaled, likely, top_p, mass)
+
+
+def _fewest(scaled: torch.Tensor, ids: torch.Tensor, top_p: float, mass: float) -> torch.Tensor:
     values, order = scaled[ids].sort(descending=True, stable=True)
-    before = values.double().exp().cumsum(0) - values.double().exp()
-    kept = int((before < top_p * mass).sum())
-    if kept == len(ids) < len(scaled) and float(before[-1] + values[-1].exp()) < top_p * mass:
-        return _nucleus(scaled, torch.arange(len(scaled)), top_p)  # flat: sort everything
-    return ids[order[:kept]]
+    weights = values.double().exp()
+    before = weights.cumsum(0) - weights
+    return ids[order[: int((before < top_p * mass).sum())]]
 
 
 def uniform(seed: int, position: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from freetoken_runtime.errors import ConstraintDeadEnd, EngineFault, InvalidSampling
@@ -58,6 +58,7 @@ def our_probabilities(
 
 
 @settings(max_examples=150, deadline=None)
+@example(seed=0, temperature=1.0, top_k=3, top_p=1 - 2**-53, min_p=0.0, repetition=1.0)
 @given(
     seed=st.integers(0, 10_000),
     temperature=st.floats(0.1, 4.0),
