@@ -23,7 +23,7 @@ STALL_S = 0.002  # a probe takes about 10 µs in a healthy team
 PROBE_EVERY_S = 0.02  # while the team is in use
 RETRY_S = 0.25  # after a stall; doubles with each further one
 MAX_RETRY_S = 4.0
-_PROBES = 3
+_PROBES = 3  # before a team is taken back; one in use is probed once, but often
 _PROBE_ELEMENTS = 1 << 16  # large enough for torch to split it over the team
 
 
@@ -53,9 +53,11 @@ class ThreadGovernor:
         """Probe the team if it is time to, and set the number of compute threads."""
         if self._all == 1 or self._clock() < self._next:
             return
+        probes = 1
         if self.threads == 1:
             torch.set_num_threads(self._all)
-        stalled = any(self._probe() > STALL_S for _ in range(_PROBES))
+            probes = _PROBES
+        stalled = any(self._probe() > STALL_S for _ in range(probes))
         if stalled:
             torch.set_num_threads(1)
             if self.threads == 1:
