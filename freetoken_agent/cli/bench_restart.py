@@ -19,7 +19,7 @@ import typer
 from freetoken_runtime.bench.timing import Figure, OnTurn, Target
 from freetoken_storage.errors import FreetokenError
 
-from .bench_sessions import SessionSettings, fill, loaded
+from .bench_sessions import SessionSettings, fill, first_token, loaded
 
 RATIO = Target("at_most", 0.03)
 SESSION = "restart"
@@ -101,12 +101,10 @@ def restarted(folder: str, settings: str) -> None:
         session = store.open(SESSION, model)
         open_s = time.perf_counter() - started
         plan = session.plan()
-        started = time.perf_counter()
-        reply = session.generate_sync(max_tokens=1)
-        ttft_s = time.perf_counter() - started
+        ttft_s, prefilled = asyncio.run(first_token(session))
     seen = Restarted(
-        reused_tokens=reply.usage.reused_tokens,
-        prefill_tokens=reply.usage.prefill_tokens,
+        reused_tokens=plan.input_tokens - prefilled,
+        prefill_tokens=prefilled,
         source=plan.source,
         open_s=open_s,
         ttft_s=ttft_s,
