@@ -229,3 +229,44 @@ def test_forgetting_covers_every_model_and_damaged_records(
         again = make_engine(database.snapshots, quant="int8")
         assert again.plan(ids).reused_tokens == 64  # the block before the point stays
         again.close()
+
+
+def test_forks_make_room_for_what_they_copy(make_engine: EngineMaker) -> None:
+    """A fork with four spans copies the shortest two when it grows: room is made before. Oracle:
+    what is counted at each allocation of a prompt's rows never exceeds the budget."""
+    engine = make_engine()
+    fixed = engine.stats().weights_bytes + engine.stats().working_bytes
+    engine.set_budget(ram_bytes=fixed + 1800 * engine._budget.plan.token_bytes)
+    limit = engine._budget.plan.states_bytes
+    pool, peaks = engine._pool, [0]
+    allocate = pool.allocate
+
+    def counted(rows: int) -> Any:
+        buffer = allocate(rows)
+        peaks.append(engine._budget.states_bytes)
+        return buffer
+
+    pool.allocate = counted  # type: ignore[method-assign]
+    path: list[int] = []
+    for seed in range(8):
+        path = path[:-10] + ids_of(seed, 200)
+        engine.warm(path)
+    assert len(path) == 1530
+    assert max(peaks) <= limit, (max(peaks) - limit) // engine._budget.plan.token_bytes
+    assert engine.stats().state_bytes <= limit
+
+
+def test_rows_of_anchors_are_counted_once(make_engine: EngineMaker) -> None:
+    """Forks share the hidden rows of their common anchors. Oracle: distinct tensors held."""
+    engine = make_engine()
+    stem = ids_of(1, 300)
+    engine.warm(stem, anchors=list(range(1, 301)))
+    for seed in range(2, 6):
+        engine.warm(stem + ids_of(seed, 5))
+    held = {
+        id(row): row.nbytes
+        for resident in engine._index
+        for row in resident.sequence.anchors.values()
+    }
+    assert len(engine._index) == 4
+    assert engine._budget.anchor_bytes == sum(held.values()) == (300 + 4) * 60 * 4

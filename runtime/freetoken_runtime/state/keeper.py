@@ -244,11 +244,13 @@ class StateKeeper:
             return self.make_room(self._spaces.bytes_for(rows))
         taken, running = self._takes_over(route), parent.running
         parent.running = True  # not a victim
+        grown = parent.sequence if taken else parent.sequence.fork(route.ram_rows)
         try:
-            size_bytes = self._spaces.bytes_for(rows)
-            return self.make_room(parent.sequence.room_needed(rows) if taken else size_bytes)
+            return self.make_room(grown.room_needed(rows))
         finally:
             parent.running = running
+            if not taken:
+                grown.close()
 
     def _prepare(self, route: Route) -> Resident:
         """The resident that will hold the path, marked as running."""
@@ -322,6 +324,5 @@ class StateKeeper:
         self._count_anchors()
 
     def _count_anchors(self) -> None:
-        self._budget.anchor_bytes = sum(
-            row.nbytes for resident in self._index for row in resident.sequence.anchors.values()
-        )
+        kept = (row for r in self._index for row in r.sequence.anchors.values())
+        self._budget.anchor_bytes = sum({id(row): row.nbytes for row in kept}.values())
