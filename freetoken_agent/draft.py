@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from freetoken_storage.errors import SessionConflict
+from freetoken_storage.errors import BranchNotFound, SessionConflict
 
 from . import views
 from .branch import Branch, StepGroup
@@ -44,6 +44,7 @@ class Draft:
             opener = self._layout.opener(path, thinking)
             handle.context.busy.enter(handle.context.name, handle.branch.name)
         self._branch = handle.branch
+        self._head = handle.branch.head
         self._busy = True
         self._group = StepGroup("generate")
         self._base = path
@@ -144,20 +145,26 @@ class Draft:
         assert self._busy, "the draft is finished"
         with self._handle.lock:
             try:
+                self._check_head()
                 self._branch.commit(path, self._group.label, group=self._group)
-            except SessionConflict as error:
+            except (SessionConflict, BranchNotFound) as error:
                 self._divert(error)
                 self._branch.commit(path, self._group.label, group=self._group)
-            self._path = self._branch.path
+            self._path, self._head = self._branch.path, self._branch.head
 
-    def _divert(self, error: SessionConflict) -> None:
+    def _check_head(self) -> None:
+        """The handle may have been reloaded meanwhile, and then knows the newest version."""
+        if self._branch.head != self._head:
+            raise SessionConflict(f"branch {self._branch.name!r} was moved by another writer")
+
+    def _divert(self, error: SessionConflict | BranchNotFound) -> None:
         """Go on on a new branch that starts where this generation's last commit ended."""
         context, path = self._handle.context, self._path
         record = create_named(
             context.sessions,
             context.name,
             "conflict",
-            head=self._branch.head.node,
+            head=self._head.node,
             body=pack_branch(BranchBody(path.tail)),
         )
         self._branch = Branch(context.sessions, context.name, record, context.bodies)

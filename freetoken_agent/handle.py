@@ -111,6 +111,7 @@ class Batch:
 
     label: str
     path: Path
+    thread: int  # the only one that may edit meanwhile
     edit: Edit | None = None
     dropped: dict[str, Body] = field(default_factory=dict)  # made and removed inside, never stored
 
@@ -143,6 +144,12 @@ class Handle:
         """SessionReadOnly or SessionBusy unless the branch may be edited."""
         model, layout = self.bound()
         self.context.busy.check(self.context.name, self.branch.name)
+        if self._batch is not None and self._batch.thread != threading.get_ident():
+            raise SessionBusy(
+                "another thread has a batch open on this handle",
+                value=self._batch.label,
+                remedy="wait for its end, or give each thread a handle of its own",
+            )
         return model, layout
 
     def bound(self) -> tuple[Model, Layout]:
@@ -190,7 +197,7 @@ class Handle:
         with self.lock:
             self.writable()
             self.outside_batch("a batch")
-            batch = self._batch = Batch(label, self.branch.path)
+            batch = self._batch = Batch(label, self.branch.path, threading.get_ident())
         try:
             yield batch
             with self.lock:
