@@ -82,11 +82,12 @@ def test_distribution_equals_transformers(
     logits = row(seed)
     ours = our_probabilities(logits, params, path)
     theirs = transformers_probabilities(logits, params, path)
-    # A cumulative sum that lands on top_p itself may round to either side: allow one token there.
+    # transformers sums in fp32: where the sum lands on top_p itself it may keep one token more or
+    # less, and near 1 it drops a tail whose mass it cannot see.
     different = (ours > 0) != (theirs > 0)
-    if different.any():
-        assert different.sum() == 1 and params.top_p < 1.0
+    if params.top_p < 1.0 and int(different.sum()) == 1:
         return
+    assert float((ours + theirs)[different].sum()) < 1e-6
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-4)
 
 
