@@ -13,7 +13,7 @@ from .draft import Draft
 from .events import GenerationEvent
 from .generate_options import GenerateOptions
 from .model import Model, PathUsage, TokenStream
-from .segments import FinishReason, Reply, Segment, Usage
+from .segments import FinishReason, Reply, ReusePlan, Segment, Usage
 
 if TYPE_CHECKING:
     from .session import Session
@@ -35,6 +35,7 @@ class ModelStep:
         self._options = options
         self._index = index
         self._draft: Draft | None = None
+        self._plan: ReusePlan | None = None
         self._stream: TokenStream | None = None
         self._pending: parsing.SegmentDone | None = None
         self._segments: list[Segment] = []
@@ -95,7 +96,8 @@ class ModelStep:
         self._parser = parsing.StreamParser(
             draft.model.format, draft.model.tokenizer, kind=draft.kind, after=draft.ids
         )
-        return [events.PlanReady(**self._place(draft), plan=draft.plan())]
+        self._plan = draft.plan()
+        return [events.PlanReady(**self._place(draft), plan=self._plan)]
 
     def _start(self, draft: Draft) -> TokenStream:
         ends = draft.model.format.closers | draft.model.tokenizer.stop_ids
@@ -229,7 +231,19 @@ class ModelStep:
             calls=calls,
             segments=tuple(self._segments),
             finish_reason=finish,
-            usage=usage_of(usage, thinking_tokens=sum(t.num_tokens for t in thoughts)),
+            usage=usage_of(
+                replace(usage, changed=usage.changed or self._surprise(usage)),
+                thinking_tokens=sum(t.num_tokens for t in thoughts),
+            ),
+        )
+
+    def _surprise(self, usage: PathUsage) -> str | None:
+        """Why the announced plan did not come true, where the model's own plan, made later, did."""
+        plan = self._plan
+        if plan is None or not usage.input_tokens or usage.reused_tokens == plan.reused_tokens:
+            return None
+        return (
+            f"{plan.reused_tokens} tokens could be reused when the plan was made; others ran since"
         )
 
     def _report_progress(self, done: int, total: int) -> None:

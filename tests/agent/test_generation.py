@@ -130,6 +130,21 @@ async def test_the_plan_comes_true(begin: Begin) -> None:
     assert session.plan().prefill_tokens == 0
 
 
+async def test_a_plan_that_did_not_come_true_says_why(begin: Begin) -> None:
+    """Oracle: another branch, which forwards the same prompt between the plan and the request."""
+    session = begin("other", "mine")
+    fork = session.fork()
+    async for event in session.generate():
+        if isinstance(event, PlanReady):
+            assert event.plan.reused_tokens == 0
+            assert (await fork.reply()).usage.changed is None
+        last = event
+    assert isinstance(last, ReplyFinished)
+    usage = last.reply.usage
+    assert usage.prefill_tokens == 0 and usage.reused_tokens == usage.input_tokens
+    assert usage.changed is not None and usage.changed.startswith("0 tokens")
+
+
 @pytest.mark.parametrize("pulls", range(1, 60, 3))
 async def test_s11_cancel_at_every_event_then_prompt_again(begin: Begin, pulls: int) -> None:
     """Oracle: the uncancelled run: what was written is a prefix of it, and the next turn works."""
