@@ -56,6 +56,8 @@ class EngineConfig:
         _within("prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)
         _within("max_batch", self.max_batch, 1, MAX_BATCH)
         _within("anchor_interval", self.anchor_interval, 1, 1 << 30)
+        if not isinstance(self.hash_cache, Path | None):
+            raise InvalidConfig("hash_cache is no path", value=self.hash_cache, limit="a Path")
 
 
 @dataclass(frozen=True)

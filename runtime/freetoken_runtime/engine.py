@@ -31,7 +31,7 @@ from .reports import EngineStats, ReusePlan, Usage
 from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
-from .state.anchors import check_anchors
+from .state.anchors import check_anchors, check_ids
 from .state.buffers import Pool, RowShape, StateLayout
 from .state.digest import Fingerprint, Ids, fingerprint
 from .state.disk import DiskStates
@@ -201,6 +201,7 @@ class Engine:
             )
         if ram_bytes is None:
             return
+        EngineConfig(ram_budget_bytes=ram_bytes)  # InvalidConfig unless it may be asked for
         config = replace(self._config, ram_budget_bytes=ram_bytes)
         plan = plan_memory(self._model.spec, config, self._model.decoder.size_bytes, ram_bytes)
 
@@ -245,7 +246,7 @@ class Engine:
             path,
             sampling,
             anchors=check_anchors(anchors, len(path)),
-            anchor_after=frozenset(anchor_after),
+            anchor_after=check_ids("anchor_after", anchor_after),
             on_progress=on_progress,
         )
         return Generation(self._submit(request).stream)
@@ -350,7 +351,10 @@ class Engine:
 
     def _check(self, ids: Sequence[int] | Ids) -> Ids:
         """The ids as int32. InvalidIds, ContextOverflow."""
-        path = np.asarray(ids)
+        try:
+            path = np.asarray(ids)
+        except ValueError:  # a list of lists of unequal lengths
+            path = np.empty((0, 0))
         if path.ndim != 1 or len(path) == 0 or path.dtype.kind not in "iu":
             raise InvalidIds(
                 "a path is a non-empty sequence of token ids", value=_short(ids), remedy="pass ids"

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from freetoken_runtime import Engine, SamplingParams
-from freetoken_runtime.errors import EngineClosed, EngineFault, WrongThread
+from freetoken_runtime import Engine, EngineConfig, SamplingParams
+from freetoken_runtime.errors import (
+    EngineClosed,
+    EngineFault,
+    InvalidAnchors,
+    InvalidConfig,
+    InvalidIds,
+    WrongThread,
+)
 
 EngineMaker = Callable[..., Engine]
 
@@ -151,3 +158,27 @@ def test_a_forked_child_is_told(make_engine: EngineMaker) -> None:
     assert os.WIFEXITED(status), f"signal {os.WTERMSIG(status)}"
     assert os.WEXITSTATUS(status) == 4
     assert len(list(stream)) == 199
+
+
+def test_misshapen_arguments_are_refused_by_name(make_engine: EngineMaker) -> None:
+    """Ragged ids, positions that are no numbers, budgets that are no bytes: our own errors, from
+    the caller's thread, and the engine goes on."""
+    engine = make_engine()
+    ragged: Any = [[4], [5, 6]]
+    with pytest.raises(InvalidIds):
+        engine.plan(ragged)
+    wrong: list[Any] = [["x"], [1.0], [None], None, 5]
+    for value in wrong:
+        with pytest.raises(InvalidAnchors, match="anchors are not"):
+            engine.warm([4, 5], anchors=value)
+        with pytest.raises(InvalidAnchors, match="anchor_after are not"):
+            engine.generate([4, 5], anchor_after=value)
+    budgets: list[Any] = ["x", 0, -1, True, 1e9, float("nan")]
+    for budget in budgets:
+        with pytest.raises(InvalidConfig, match="ram_budget_bytes"):
+            engine.set_budget(ram_bytes=budget)
+    caches: list[Any] = ["a string", 5]
+    for cache in caches:
+        with pytest.raises(InvalidConfig, match="hash_cache"):
+            EngineConfig(hash_cache=cache)
+    assert engine.warm([4, 5], anchors=[1]).input_tokens == 2

@@ -6,6 +6,7 @@ row. Rows are small but not free: beyond a limit the older ones are thinned.
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from operator import index
 
 from ..errors import InvalidAnchors
 
@@ -14,7 +15,8 @@ MAX_ANCHORS = 512  # rows kept per path
 
 def check_anchors(anchors: Sequence[int], num_tokens: int) -> frozenset[int]:
     """The positions as a set. InvalidAnchors for one that is not within 1..num_tokens."""
-    for position in anchors:
+    positions = check_ids("anchors", anchors)
+    for position in positions:
         if not 1 <= position <= num_tokens:
             raise InvalidAnchors(
                 "an anchor lies outside the path",
@@ -22,7 +24,17 @@ def check_anchors(anchors: Sequence[int], num_tokens: int) -> frozenset[int]:
                 limit=f"1 to {num_tokens}",
                 remedy="name positions of the ids that are passed",
             )
-    return frozenset(anchors)
+    return positions
+
+
+def check_ids(name: str, numbers: Iterable[int]) -> frozenset[int]:
+    """The numbers as a set. InvalidAnchors, naming the argument, for what is not whole numbers."""
+    try:
+        return frozenset(index(number) for number in numbers)
+    except TypeError as error:
+        raise InvalidAnchors(
+            f"{name} are not whole numbers", value=repr(numbers)[:80], remedy="pass a list of them"
+        ) from error
 
 
 def thinned(
