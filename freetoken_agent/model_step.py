@@ -242,9 +242,10 @@ class ModelStep:
         plan = self._plan
         if plan is None or not usage.input_tokens or usage.reused_tokens == plan.reused_tokens:
             return None
-        return (
-            f"{plan.reused_tokens} tokens could be reused when the plan was made; others ran since"
-        )
+        gained = usage.reused_tokens - plan.reused_tokens
+        if gained > 0:
+            return f"another request computed {gained} tokens of the path"
+        return f"{-gained} tokens were lost since the plan was made"
 
     def _report_progress(self, done: int, total: int) -> None:
         report, draft = self.on_progress, self._draft
