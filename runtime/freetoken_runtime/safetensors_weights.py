@@ -92,7 +92,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsDamaged(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise WeightsDamaged(f"{file} is not a JSON object")
@@ -118,13 +118,14 @@ def _shards(folder: Path) -> list[Path]:
 def _indexed_shards(folder: Path, index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise WeightsDamaged(f"{index} is not a safetensors index: {error!r}") from error
     for name in names:
         if (
             not isinstance(name, str)
             or name != Path(name).name
             or not name.endswith(".safetensors")
+            or len(name.encode(errors="replace")) > 255  # no file system holds more
         ):
             raise WeightsDamaged(f"{index} names a shard that is not a plain file name", value=name)
     files = [folder / name for name in sorted(names)]

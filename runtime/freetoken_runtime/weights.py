@@ -217,6 +217,8 @@ class _Builder:
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self._source.read(name)
+        if tensor.dtype is torch.float64:
+            tensor = tensor.float()  # before it is checked: what is too large becomes infinite
         self._check_finite(name, tensor)
         return tensor
 
