@@ -9,8 +9,9 @@ the same ids alone, in a batch, and when it is continued later from the same pat
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from .errors import ConstraintDeadEnd, EngineFault, InvalidSampling
 from .reports import Token
 
 MAX_LOGPROBS = 1000
+_TINY = torch.finfo(torch.float32).tiny  # a smaller divisor may be 0 in fp32, and 0 / 0 NaN
 _NUCLEUS = 1024  # candidates tried for top-p before the whole vocabulary is sorted
 
 
@@ -66,6 +68,9 @@ class SamplingParams:
     constraint: TokenConstraint | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_ids", frozenset(_indices("stop_ids", self.stop_ids)))
+        if self.force is not None:
+            object.__setattr__(self, "force", _indices("force", self.force))
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 1000.0)
         _whole("top_k", self.top_k, 0, 2**31 - 1)
@@ -162,8 +167,9 @@ class Sampler:
         scores = scores.clone()
         if self._seen is not None:
             old = scores[self._seen]
-            penalty = params.repetition_penalty
-            scores[self._seen] = torch.where(old < 0, old * penalty, old / penalty)
+            penalty = max(params.repetition_penalty, _TINY)
+            changed = torch.where(old < 0, old * penalty, old / penalty)
+            scores[self._seen] = changed.clamp(max=torch.finfo(torch.float32).max)  # inf - inf: NaN
         if self._counts is not None:
             scores -= params.frequency_penalty * self._counts
             scores -= params.presence_penalty * (self._counts > 0)
@@ -182,7 +188,7 @@ class Sampler:
 def candidates(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids that may be drawn and their weights (not normalised), by ascending id, or by
     descending weight where top-p had to sort them. scores [vocab] fp32, temperature > 0."""
-    scaled = (scores - scores.max()) / params.temperature  # the best is 0: no overflow
+    scaled = (scores - scores.max()) / max(params.temperature, _TINY)  # the best is 0
     ids: torch.Tensor | None = None
     if 0 < params.top_k < len(scaled):
         ids = _at_least(scaled, scaled.topk(params.top_k).values[-1])
@@ -223,6 +229,14 @@ def uniform(seed: int, position: int) -> float:
     key = seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little")
     bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     return (bits >> 11) * 2.0**-53
+
+
+def _indices(name: str, ids: Iterable[int]) -> tuple[int, ...]:
+    """The ids as plain ints; they may come from an array or an iterator."""
+    try:
+        return tuple(index(token_id) for token_id in ids)
+    except TypeError as error:
+        raise InvalidSampling(f"{name} is invalid", value=repr(ids)[:80], limit="ids") from error
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
