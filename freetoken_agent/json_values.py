@@ -54,6 +54,14 @@ def is_plain(value: object) -> bool:
     return False
 
 
+def whole_characters(value: Any) -> Any:
+    """A parsed value with U+FFFD for halves of surrogate pairs, which JSON can write but no
+    encoding holds."""
+    text = json.dumps(value, ensure_ascii=False)
+    kept = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value if kept == text else json.loads(kept)
+
+
 def equal(left: object, right: object) -> bool:
     """Whether two values are the same JSON: the order of keys does not count, and 1.0 is 1, but
     true is not."""

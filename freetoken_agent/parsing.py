@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .call_format import ParsedCall
+from .json_values import whole_characters
 from .markup import Marker
 from .tape import Tape
 from .template import ChatFormat
@@ -320,9 +321,8 @@ class StreamParser:
         if not self._call_started:
             self._events.append(CallStarted(self._calls, call.name))
         gap, ids, text = self._tape.cut(self._tape.snapped_begin(self._unit), end)
-        self._events.append(
-            SegmentDone("tool_call", gap, ids, text, call.name, dict(call.arguments), call.call_id)
-        )
+        name, arguments = whole_characters([call.name, dict(call.arguments)])
+        self._events.append(SegmentDone("tool_call", gap, ids, text, name, arguments, call.call_id))
         self._calls += 1
 
 

@@ -6,6 +6,7 @@ A `Segment` names an instance by `id`, which stays the same wherever it is still
 not looked up on a path (an earlier version) has their defaults.
 """
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -66,6 +67,14 @@ def _part_text(part: object) -> str:
     raise _unsupported(kind if isinstance(kind, str) else type(part).__name__)
 
 
+def visible(text: str) -> str:
+    """The text with U+FFFD for what would steer a terminal or could not be written: control
+    characters, other than tabs and newlines, and halves of surrogate pairs."""
+    return "".join(
+        "\ufffd" if c not in "\t\n" and unicodedata.category(c) in ("Cc", "Cs") else c for c in text
+    )
+
+
 def _unsupported(value: str) -> UnsupportedContent:
     return UnsupportedContent(
         "content is a str or a sequence of text parts",
@@ -104,7 +113,7 @@ class Segment(_Frozen):
 
     def preview(self, n: int = 60) -> str:
         """One line of at most `n` characters for people."""
-        line = " ".join(self.text.split())
+        line = visible(" ".join(self.text.split()))
         return line if len(line) <= n else line[: max(n - 1, 0)] + "…"
 
 

@@ -22,6 +22,7 @@ from freetoken_agent.events import (
     ThinkingDelta,
     ToolCallDelta,
 )
+from freetoken_agent.segments import visible
 from freetoken_storage.errors import FreetokenError
 
 from .editor import edit_text
@@ -156,7 +157,7 @@ class Chat:
                             prefilled = True
                             bar.close()
                         dim = None if isinstance(event, TextDelta) else "dim"
-                        self._out.print(event.text, end="", style=dim, markup=False)
+                        self._out.print(visible(event.text), end="", style=dim, markup=False)
         return generation.reply.usage
 
     def _tree(self, _: str) -> None:

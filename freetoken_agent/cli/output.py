@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ EXIT_FAULT_FOUND = 3
 EXIT_INTERRUPTED = 130
 
 _PIPE_COLUMNS = 160
+_UNPRINTABLE = re.compile(r"[\x7f-\x9f\ud800-\udfff]")  # what json.dumps leaves as it is
 
 _json: ContextVar[bool] = ContextVar("json", default=False)
 
@@ -84,7 +86,8 @@ def emit(report: Any, view: RenderableType | None = None) -> None:
     """Print `report` (dataclasses, pydantic models, plain values) as JSON under `--json`, else
     `view`."""
     if wants_json():
-        typer.echo(json.dumps(plain(report), indent=2, ensure_ascii=False))
+        text = json.dumps(plain(report), indent=2, ensure_ascii=False)
+        typer.echo(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
     elif view is not None:
         console().print(view, markup=False)  # names and paths may hold brackets
 

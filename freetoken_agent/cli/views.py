@@ -8,6 +8,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
+from freetoken_agent.segments import visible
+
 if TYPE_CHECKING:
     from freetoken_agent import Edit, ReusePlan, Segment, Tree, Usage
 
@@ -46,7 +48,7 @@ def describe(segment: "Segment", width: int = 60) -> str:
         arguments = ", ".join(
             f"{key}={value!r}" for key, value in (segment.arguments or {}).items()
         )
-        line = f"{segment.tool}({arguments})"
+        line = visible(f"{segment.tool}({arguments})")
         return line if len(line) <= width else line[: width - 1] + "…"
     return segment.preview(width)
 

@@ -1,29 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that were found by trying to break sessions, each with the value that is right."""
 
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from freetoken_agent import (
     FreetokenError,
-    GenerationConflict,
     InvalidEdit,
     InvalidMessages,
     NothingToGenerate,
     PairingError,
     SegmentNotFound,
     Session,
-    SessionBusy,
     Store,
 )
-from freetoken_agent.parsing import SegmentDone
 from freetoken_agent.testing import CHATML, Raw, ScriptedModel
 
 
@@ -333,97 +325,3 @@ def test_rule05_a_preamble_that_loses_a_part_is_laid_out_again(store: Store) -> 
         assert session.render().startswith("Tools!")
         way(session)
         assert session.ids() == plain.ids()
-
-
-# Threads and other writers
-
-
-def test_rule10_a_batch_takes_no_edits_of_other_threads(session: Session) -> None:
-    """Oracle: an edit that returned is on the path, whatever becomes of the batch."""
-    outcomes: list[object] = []
-
-    def other() -> None:
-        try:
-            outcomes.append(session.append("user", "theirs"))
-        except SessionBusy as error:
-            outcomes.append(error)
-
-    with suppress(ValueError), session.batch():
-        session.append("user", "mine")
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        raise ValueError
-    assert isinstance(outcomes[0], SessionBusy)
-    other()
-    assert [s.text for s in session.find(kind="user")] == ["theirs"]
-
-
-def _done(model: ScriptedModel, text: str) -> SegmentDone:
-    return SegmentDone("text", (), tuple(model.tokenizer.encode_content(text)), text)
-
-
-def test_rule10_reloading_during_a_generation_hides_no_conflict(
-    tmp_path: Any, model: ScriptedModel
-) -> None:
-    """Oracle: the other process's message stays on the branch, the answer gets one of its own."""
-    with Store(tmp_path / "store") as store:
-        session = store.create("s", model)
-        session.append("user", "a")
-        draft = session.begin_generation()
-        _in_another_process(tmp_path / "store", 'store.open("s", model).append("user", "theirs")')
-        session.reload()
-        draft.write(_done(model, "answer"))
-        with pytest.raises(GenerationConflict) as error:
-            draft.finish()
-        assert [s.text for s in store.open("s").path()] == ["a", "theirs"]
-        saved = store.open("s", branch=draft.branch)
-        assert [s.text for s in saved.path()] == ["a", "answer"]
-        assert error.value.branch == draft.branch
-
-
-def test_rule10_an_answer_outlives_its_branch(tmp_path: Any, model: ScriptedModel) -> None:
-    """Oracle: the answer, on a branch of its own. Another process deletes the branch meanwhile."""
-    with Store(tmp_path / "store") as store:
-        session = store.create("s", model)
-        session.append("user", "a")
-        draft = session.fork(name="side").begin_generation()
-        _in_another_process(tmp_path / "store", 'store.open("s", model).delete_branch("side")')
-        draft.write(_done(model, "answer"))
-        with pytest.raises(GenerationConflict) as error:
-            draft.finish()
-        saved = store.open("s", branch=error.value.branch)
-        assert [s.text for s in saved.path()] == ["a", "answer"]
-
-
-def _in_another_process(folder: Path, statement: str) -> None:
-    program = (
-        "from freetoken_agent import Store\n"
-        "from freetoken_agent.testing import ScriptedModel\n"
-        f"model = ScriptedModel()\nwith Store({str(folder)!r}) as store:\n    {statement}\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_a_generation_that_is_left_at_exit_says_nothing() -> None:
-    """Oracle: the error stream. The interpreter ends while a generation is half read."""
-    program = (
-        "import asyncio\n"
-        "from freetoken_agent import Store\n"
-        "from freetoken_agent.testing import ScriptedModel\n"
-        "session = Store(':memory:').create('s', ScriptedModel(['hello']))\n"
-        "session.append('user', 'Hi')\n"
-        "generation = session.generate()\n"
-        "async def main():\n"
-        "    await generation.__anext__()\n"
-        "    asyncio.ensure_future(generation.__anext__())\n"
-        "    await asyncio.sleep(0)\n"
-        "    asyncio.get_running_loop().stop()\n"
-        "loop = asyncio.new_event_loop()\n"
-        "loop.create_task(main())\n"
-        "loop.run_forever()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, timeout=60
-    )
-    assert b"Exception ignored" not in done.stderr, done.stderr.decode()
