@@ -59,6 +59,7 @@ DIGEST_BYTES = 32
 NUMBER_BYTES = 8
 MAX_KEY_BYTES = 511  # LMDB's own limit
 
+MAX_NUMBER = 2**64 - 1
 _NUMBER = struct.Struct(">Q")
 _PAIR = struct.Struct(">QQ")
 _INDEX = struct.Struct(">I")

@@ -100,6 +100,8 @@ class SessionRows:
     # nodes
 
     def node(self, node_id: int) -> Node | None:
+        if node_id > keys.MAX_NUMBER:
+            return None
         what = self.label(f"node {node_id}")
         payload = values.load(self.txn, keys.node(self.number, node_id), what)
         return None if payload is None else self._node(node_id, payload, what)
