@@ -26,7 +26,7 @@ from .errors import ContextOverflow, InvalidAnchors, InvalidConfig, InvalidIds
 from .generation import Generation
 from .memory import MemoryBudget, return_freed_memory
 from .owner import Owner
-from .plan import plan_memory
+from .plan import plan_memory, reserve_rows
 from .reports import EngineStats, ReusePlan, Usage
 from .runner import Runner
 from .sampler import SamplingParams
@@ -39,10 +39,11 @@ from .state.keeper import StateKeeper
 from .state.lookup import History, Lookup
 from .state.persist import Persister
 from .state.prefix import PrefixIndex
+from .state.reserve import Reserve
 from .state.sequence import Sequence as StateSequence
 from .state.sequence import Spaces
 from .task import Request, Task
-from .weights import LoadedModel, load
+from .weights import LoadedModel, load, open_source
 from .worker import Worker
 
 _DEFAULT_CONFIG = EngineConfig()
@@ -98,12 +99,17 @@ class Engine:
         RAM, see `attach`. ModelNotFound, UnsupportedArchitecture, UnsupportedConfig, WeightsError,
         BudgetTooSmall."""
         resolved = resolve(config, read_host())
+        source = open_source(path)
+        rows = reserve_rows(source.spec, resolved.ram_budget_bytes)
+        reserve = Reserve(rows, source.spec.bytes_per_token()) if rows else None
         model = apart(
             lambda: load(
-                path, dtype=resolved.dtype, quant=resolved.quant, hash_cache=resolved.hash_cache
+                source, dtype=resolved.dtype, quant=resolved.quant, hash_cache=resolved.hash_cache
             )
         )
         engine = cls(model, resolved)
+        if reserve is not None:
+            engine._owner.call(lambda: engine._pool.adopt(reserve))
         if snapshots is not None:
             engine.attach(snapshots)
         return engine

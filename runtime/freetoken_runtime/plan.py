@@ -11,6 +11,7 @@ from .spec import ModelSpec
 _FP32 = 4
 _BLOCK = 64  # tokens of a stored block; one is staged while restoring, one while writing
 _DEQUANTISED_BYTES = 64 << 20  # the most a pass over many rows unpacks at a time
+_RESERVE_BYTES = 256 << 20  # the most, and 1/32 of the budget: memory touched ahead of its use
 _UNCOUNTED_BYTES = 32 << 20  # measured: allocator slack, thread stacks, a store's dirty pages
 
 
@@ -43,6 +44,13 @@ def plan_memory(
             remedy="raise ram_budget_bytes, quantise the weights or lower prefill_chunk",
         )
     return MemoryPlan(budget_bytes, weights_bytes, working, token_bytes)
+
+
+def reserve_rows(spec: ModelSpec, budget_bytes: int) -> int:
+    """KV rows to map ahead of their use, in whole blocks; see `state.reserve`."""
+    size_bytes = min(_RESERVE_BYTES, budget_bytes // 32)
+    rows = min(spec.context_limit, size_bytes // spec.bytes_per_token(_FP32))
+    return rows // _BLOCK * _BLOCK
 
 
 def working_bytes(spec: ModelSpec, config: ResolvedConfig) -> int:

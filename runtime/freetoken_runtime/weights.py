@@ -80,21 +80,21 @@ def open_source(path: Path | str) -> WeightSource:
 
 
 def load(
-    path: Path | str,
+    model: Path | str | WeightSource,
     *,
     dtype: Dtype = "float32",
     quant: Quant | None = None,
     hash_cache: Path | None = None,
 ) -> LoadedModel:
-    """Load a model. Every parameter is read exactly once. `dtype` is that of matrices which are
-    not quantised; norms, biases and activations between layers are fp32. `hash_cache`: see
-    `content_hash`. Freed loading buffers stay with malloc until `memory.return_freed_memory`
-    (SmolLM2: 30 to 90 MiB). UnsupportedQuantization for other values, and the errors of
-    `open_source`."""
+    """Load a model from a path or an opened source. Every parameter is read exactly once. `dtype`
+    is that of matrices which are not quantised; norms, biases and activations between layers are
+    fp32. `hash_cache`: see `content_hash`. Freed loading buffers stay with malloc until
+    `memory.return_freed_memory` (SmolLM2: 30 to 90 MiB). UnsupportedQuantization for other values,
+    and the errors of `open_source`."""
     _check_choice("dtype", dtype, get_args(Dtype))
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))
-    source = open_source(path)
+    source = open_source(model) if isinstance(model, str | Path) else model
     builder = _Builder(source, dtype, quant)
     decoder = Decoder(source.spec, builder.parts())
     source.finish()

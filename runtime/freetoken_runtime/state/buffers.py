@@ -19,7 +19,8 @@ from weakref import finalize
 
 import torch
 
-HUGE_PAGE_BYTES = 2 << 20
+from .reserve import Reserve, map_private
+
 ROW_ALIGN = 64  # capacities are multiples of a block, so that a block never straddles the end
 
 
@@ -101,19 +102,18 @@ class Meter:
 class KVBuffer:
     """One allocation. Mutable in one way: `claim` raises `mark`; rows below it are frozen.
 
-    The memory is mapped for itself, so that it returns to the system the moment the last view
-    goes (malloc keeps freed blocks of up to 32 MiB), and untouched rows cost nothing.
+    `arena`: the memory to use, of the right size; by default a mapping of its own.
     """
 
     __slots__ = ("__weakref__", "capacity", "keys", "layers", "mark", "size_bytes", "values")
 
-    def __init__(self, layout: StateLayout, capacity: int) -> None:
+    def __init__(self, layout: StateLayout, capacity: int, arena: mmap.mmap | None = None) -> None:
         self.capacity = capacity
         self.mark = 0
         self.size_bytes = max(layout.token_bytes * capacity, 1)
-        arena = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if self.size_bytes >= 2 * HUGE_PAGE_BYTES:
-            arena.madvise(mmap.MADV_HUGEPAGE)
+        if arena is None:
+            arena = map_private(self.size_bytes)
+        assert len(arena) == self.size_bytes, (len(arena), self.size_bytes)
         self.keys: list[torch.Tensor] = []  # per group [L, capacity, H, Dk]
         self.values: list[torch.Tensor] = []  # per group [L, capacity, H, Dv]
         self.layers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * layout.num_layers
@@ -167,13 +167,31 @@ class Pool:
         self.layout = layout
         self.meter = Meter()
         self._poison = poison  # tests: a row that was never written is NaN, not zero
+        self._reserve: Reserve | None = None
 
     def capacity_for(self, rows: int) -> int:
         return -(-max(rows, 1) // ROW_ALIGN) * ROW_ALIGN
 
+    def adopt(self, reserve: Reserve) -> None:
+        """Count a reserve, and give it to the first buffer that needs more than half of it."""
+        self._reserve = reserve
+        self.meter.take(reserve.size_bytes)
+
+    def drop_reserve(self) -> bool:
+        """Let go of the reserve; whether there was one."""
+        reserve, self._reserve = self._reserve, None
+        if reserve is None:
+            return False
+        self.meter.give_back(reserve.size_bytes)
+        return True
+
     def allocate(self, rows: int) -> KVBuffer:
         """A buffer with room for at least `rows` rows."""
-        buffer = KVBuffer(self.layout, self.capacity_for(rows))
+        reserve, capacity, arena = self._reserve, self.capacity_for(rows), None
+        if reserve is not None and reserve.rows < 2 * capacity <= 2 * reserve.rows:
+            self.drop_reserve()
+            capacity, arena = reserve.rows, reserve.take()
+        buffer = KVBuffer(self.layout, capacity, arena)
         if self._poison:
             for tensor in (*buffer.keys, *buffer.values):
                 tensor.fill_(math.nan)

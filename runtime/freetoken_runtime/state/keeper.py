@@ -144,6 +144,8 @@ class StateKeeper:
         """Evict idle, unpinned paths until `size_bytes` more fit. False if they cannot."""
         if not self._budget.missing(size_bytes):
             return True
+        if self._spaces.pool.drop_reserve() and not self._budget.missing(size_bytes):
+            return True
         for resident in self._index.victims():
             resident.sequence.settle()
         drained = self.writer is None
