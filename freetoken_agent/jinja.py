@@ -77,7 +77,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.limit = threading.local()  # deadline_s of the rendering on this thread
         self.globals.update(raise_exception=_raise_exception, _tick=self.tick, _concat=_concat)
         self.filters["tojson"] = _tojson
-        for name in _GROWING & self.filters.keys():
+        for name in (_GROWING | _PARTING) & self.filters.keys():
             self.filters[name] = _bounded(name, self.filters[name])
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -113,6 +113,9 @@ _GROWING = frozenset(
 )
 
 
+_PARTING = frozenset(("batch", "slice"))  # they fill up to, or loop over, the number they get
+
+
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that first checks what it is asked to make."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context comes first
@@ -122,7 +125,11 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         value, *others = args[skipped:]
         if name == "join":  # the filter's receiver is the list
             value, others = (str(others[0]) if others else ""), [value]
-        if isinstance(value, str):
+        if name in _PARTING:
+            numbers = (n for n in (*others, *kwargs.values()) if isinstance(n, int))
+            if max(numbers, default=0) > jinja2.sandbox.MAX_RANGE:
+                raise _too_long()
+        elif isinstance(value, str):
             _check_growth(name, value, [*others, *kwargs.values()])
         return function(*args, **kwargs)
 

@@ -108,6 +108,8 @@ def test_a_template_that_does_not_compile_is_unsupported(source: str) -> None:
         "{{ 9 ** (9 ** 9) }}",
         "{{ '%999999999999d' % 1 }}",
         "{{ 'x' | center(999999999999) }}",
+        "{{ 'x' | batch(999999999, 'y') | list | length }}",
+        "{{ 'x' | slice(slices=999999999) | list | length }}",
         "{{ ('x' * 99999) | replace('x', 'y' * 99999) }}",
         "{{ range(99999999) | list | length }}",
         "{{ ('x' * 9999).join(range(9999) | map('string') | list) }}",
