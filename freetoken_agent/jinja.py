@@ -4,16 +4,18 @@
 The environment equals the one that `transformers` renders chat templates with (trimmed blocks,
 `loopcontrols`, `{% generation %}`, a `tojson` that escapes no HTML), plus limits: a rendering may
 not exceed `MAX_OUTPUT` characters or `MAX_CPU_S` seconds of its thread's CPU time, nor build a
-longer string on the way. Every refusal, the template's own `raise_exception` included, is a
-TemplateUnsupported.
+longer string on the way; the renderings inside a `together` share one allowance. Every refusal, the
+template's own `raise_exception` included, is a TemplateUnsupported.
 """
 
 import functools
 import json
+import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,6 +30,7 @@ from .errors import TemplateUnsupported
 
 MAX_OUTPUT = 64 << 20  # characters
 MAX_CPU_S = 20.0
+MAX_LEARN_CPU_S = 60.0  # real templates take 0.1 to 2 s
 MAX_BITS = 1 << 20  # of a number
 
 
@@ -74,7 +77,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        self.limit = threading.local()  # deadline_s of the rendering on this thread
+        self.limit = threading.local()  # deadline_s, and in a `together` last_s, of this thread
         self.globals.update(raise_exception=_raise_exception, _tick=self.tick, _concat=_concat)
         self.filters["tojson"] = _tojson
         for name in (_GROWING | _PARTING) & self.filters.keys():
@@ -86,11 +89,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def tick(self) -> None:
         if time.thread_time() > self.limit.deadline_s:
-            raise TemplateUnsupported(
-                "the chat template runs too long",
-                limit=f"{MAX_CPU_S:g} s of CPU time",
-                remedy="use another chat template",
-            )
+            raise _too_slow(MAX_CPU_S)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         receiver = getattr(function, "__self__", None)
@@ -206,6 +205,14 @@ def _clock(now_s: float) -> Callable[[str], str]:
     return moment.strftime
 
 
+def _too_slow(limit_s: float) -> TemplateUnsupported:
+    return TemplateUnsupported(
+        "the chat template runs too long",
+        limit=f"{limit_s:g} s of CPU time",
+        remedy="use another chat template",
+    )
+
+
 # Names in a template that are no options of its own.
 _PROVIDED = frozenset(
     "messages tools documents add_generation_prompt bos_token eos_token unk_token pad_token "
@@ -232,6 +239,19 @@ class JinjaTemplate:
             ) from error
         self.variables = frozenset(found) - _PROVIDED - self._special_tokens.keys()
 
+    @contextmanager
+    def together(self, cpu_s: float = MAX_LEARN_CPU_S) -> Iterator[None]:
+        """This thread's renderings inside may take `cpu_s` in all, or TemplateUnsupported; probes
+        that take a slow rendering for a refusal do not hide it."""
+        limit = self._environment.limit
+        limit.last_s = time.thread_time() + cpu_s
+        try:
+            yield
+            if time.thread_time() > limit.last_s:
+                raise _too_slow(cpu_s)
+        finally:
+            del limit.last_s
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -248,7 +268,10 @@ class JinjaTemplate:
         arguments.update(
             messages=list(messages), tools=tools, add_generation_prompt=add_generation_prompt
         )
-        self._environment.limit.deadline_s = time.thread_time() + MAX_CPU_S
+        limit, now = self._environment.limit, time.thread_time()
+        limit.deadline_s = min(now + MAX_CPU_S, getattr(limit, "last_s", math.inf))
+        if now > limit.deadline_s:
+            raise _too_slow(MAX_LEARN_CPU_S)
         blocks: list[str] = []
         size = 0
         try:

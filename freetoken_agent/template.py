@@ -42,6 +42,10 @@ class ChatFormat:
 
     def __init__(self, template_source: str, tokenizer: Tokenizer) -> None:
         template = JinjaTemplate(template_source, tokenizer.special_tokens)
+        with template.together():
+            self._learn(template, template_source, tokenizer)
+
+    def _learn(self, template: JinjaTemplate, source: str, tokenizer: Tokenizer) -> None:
         stops = [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.stop_ids)]
         grammar = find_dialect(template, stops)
         windows = windows_hold(grammar, PATHS)
@@ -51,7 +55,7 @@ class ChatFormat:
         self._gaps = GapSource(grammar, windows=windows)
         self._contents = ContentSource(grammar, transforms, self._has_controls)
         self._markup = find_markup(grammar)
-        self._report = examine(grammar, template_source, transforms, windows=windows)
+        self._report = examine(grammar, source, transforms, windows=windows)
         self._closers = closers(grammar, tokenizer)
 
     @classmethod

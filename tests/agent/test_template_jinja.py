@@ -2,6 +2,7 @@
 """The sandbox that chat templates run in."""
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -152,3 +153,21 @@ def test_a_template_that_cannot_be_learned_says_so(source: str) -> None:
     with pytest.raises(TemplateUnsupported) as caught:
         ChatFormat.learn(source, ByteTokenizer())
     assert caught.value.code == "template_unsupported"
+
+
+def test_many_slow_renderings_share_one_allowance() -> None:
+    """Learning renders a template a hundred times: a template that stays just under the limit of
+    one rendering must not take a hundred times that. Oracle: the thread's own clock."""
+    slow = (
+        "{% for a in range(99999) %}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    template = JinjaTemplate(slow, {})
+    template.render([])  # alone it is fine
+    started = time.thread_time()
+    with pytest.raises(TemplateUnsupported, match="too long"), template.together(0.3):
+        for _ in range(1000):
+            with suppress(TemplateUnsupported):  # as a probe takes it for a refusal
+                template.render([])
+    assert time.thread_time() - started < 3
+    template.render([])  # the allowance ended with its block
