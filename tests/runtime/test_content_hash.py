@@ -49,9 +49,12 @@ def test_an_untouched_file_is_not_read_again(
     cache = tmp_path / "hashes.json"
     hashed: list[str] = []
     original = module._hash_file
-    monkeypatch.setattr(
-        module, "_hash_file", lambda file: hashed.append(file.name) or original(file)
-    )
+
+    def counting(file: Path) -> str:
+        hashed.append(file.name)
+        return original(file)
+
+    monkeypatch.setattr(module, "_hash_file", counting)
     first = content_hash(files, cache)
     assert content_hash(files, cache) == first and hashed == ["a.bin", "b.bin"]
     os.utime(files[0])
