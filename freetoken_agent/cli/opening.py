@@ -10,6 +10,7 @@ import typer
 
 from freetoken_agent.catalog import home
 from freetoken_agent.errors import SegmentNotFound
+from freetoken_storage.errors import StoreReadOnly
 
 from .output import progress
 
@@ -28,17 +29,26 @@ Branch = Annotated[str, typer.Option("--branch", help="The branch to work on.")]
 
 
 def store_path(chosen: Path | None) -> Path:
-    """The folder a command works on; the default one is made on first use."""
-    path = chosen or home() / "store"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    """The folder a command works on."""
+    return chosen or home() / "store"
 
 
 @contextmanager
 def opened_store(chosen: Path | None) -> Iterator["Store"]:
+    """The store, made on first use."""
     from freetoken_agent import Store
 
-    with Store(store_path(chosen)) as store:
+    path = store_path(chosen)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreReadOnly(
+            "the store's folder cannot be made",
+            value=str(path),
+            limit=error.strerror,
+            remedy="set FREETOKEN_HOME, or give --store",
+        ) from error
+    with Store(path) as store:
         yield store
 
 

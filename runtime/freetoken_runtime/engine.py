@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import torch
 
 from freetoken_storage.errors import StorageError, StoreMismatch
@@ -22,7 +21,7 @@ from freetoken_storage.records import Snapshots
 
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
 from .contention import ThreadGovernor, apart
-from .errors import ContextOverflow, InvalidAnchors, InvalidConfig, InvalidIds
+from .errors import InvalidAnchors, InvalidConfig
 from .generation import Generation
 from .memory import MemoryBudget, return_freed_memory
 from .owner import Owner
@@ -37,6 +36,7 @@ from .state.digest import Fingerprint, Ids, fingerprint
 from .state.disk import DiskStates
 from .state.keeper import StateKeeper
 from .state.lookup import History, Lookup
+from .state.path_ids import check_path
 from .state.persist import Persister
 from .state.prefix import PrefixIndex
 from .state.reserve import Reserve
@@ -356,36 +356,7 @@ class Engine:
         return self._owner.submit(request, plan)
 
     def _check(self, ids: Sequence[int] | Ids) -> Ids:
-        """The ids as int32. InvalidIds, ContextOverflow."""
-        try:
-            path = np.asarray(ids)
-        except ValueError:  # a list of lists of unequal lengths
-            path = np.empty((0, 0))
-        if path.ndim != 1 or len(path) == 0 or path.dtype.kind not in "iu":
-            raise InvalidIds(
-                "a path is a non-empty sequence of token ids", value=_short(ids), remedy="pass ids"
-            )
-        if len(path) > self.context_limit:
-            raise ContextOverflow(
-                "the path is longer than the model's context",
-                value=f"{len(path)} tokens",
-                limit=f"{self.context_limit} tokens",
-                remedy="drop or shorten segments, or rewind",
-            )
-        vocab_size = self._model.spec.vocab_size
-        wrong = np.flatnonzero((path < 0) | (path >= vocab_size))
-        if len(wrong):
-            raise InvalidIds(
-                f"id at position {wrong[0]} is not in the vocabulary",
-                value=int(path[wrong[0]]),
-                limit=f"0 to {vocab_size - 1}",
-            )
-        return np.array(path, dtype=np.int32)
-
-
-def _short(ids: object) -> str:
-    text = repr(ids)
-    return text if len(text) <= 80 else text[:77] + "..."
+        return check_path(ids, self._model.spec.vocab_size, self.context_limit)
 
 
 def _layout(model: LoadedModel) -> StateLayout:

@@ -120,3 +120,14 @@ def test_the_flags_are_those_of_the_kernel() -> None:
         pytest.skip("this system has no /proc/cpuinfo")
     for flag in read_machine().flags:
         assert f" {flag} " in cpuinfo.read_text().replace("\n", " ")
+
+
+def test_a_store_that_cannot_be_made_is_a_named_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same home for a command that needs a store: an error that says what to do."""
+    (tmp_path / "home").write_text("")
+    monkeypatch.setenv("FREETOKEN_HOME", str(tmp_path / "home"))
+    result = CliRunner().invoke(app, ["sessions", "list"])
+    assert result.exit_code == 1
+    assert "FREETOKEN_HOME" in result.output
