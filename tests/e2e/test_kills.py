@@ -128,8 +128,9 @@ def check_killed(
             ids = branch.ids()
             complete = begun is not None and ids == begun.ids and name == begun.branch
             assert complete or ids == heads[name], f"branch {name} holds half a step"
-            restored |= model.plan(ids).source == "disk"
-            gold.check(model.engine, ids, num_tokens=num_tokens)
+            if ids:
+                restored |= model.plan(ids).source == "disk"
+                gold.check(model.engine, ids, num_tokens=num_tokens)
             branch.append("user", "go on")
             usage = branch.generate_sync(max_tokens=2).usage
             assert usage.reused_tokens + usage.prefill_tokens == usage.input_tokens
