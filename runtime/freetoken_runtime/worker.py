@@ -204,6 +204,8 @@ class Worker:
         if task.sampler is None:
             self._finish(task, "length")
             return
+        if self._keeper.writer is not None:
+            self._keeper.writer.rest(True)  # from here on a token is waited for
         self._keeper.persist(resident)
         if sample:
             self._sample([task])
