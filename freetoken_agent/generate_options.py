@@ -55,14 +55,14 @@ _UNBOUND: Mapping[str, object] = {
     "parallel_tool_calls": True,
     "output_schema": None,
 }
-_INTEGERS = {"max_tokens": (1, 1 << 31), "top_k": (0, 1 << 31), "seed": (0, (1 << 63) - 1)}
+_INTEGERS = {"max_tokens": (1, 1 << 31), "top_k": (0, 1 << 31), "seed": (-(1 << 63), (1 << 63) - 1)}
 _NUMBERS = {
-    "temperature": (0.0, 100.0),
+    "temperature": (0.0, 1000.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 100.0),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
+    "repetition_penalty": (0.0, 1000.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
 }
 _POSITIVE = frozenset(("top_p", "repetition_penalty"))
 
