@@ -3,6 +3,8 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,3 +173,25 @@ async def test_prefill_progress_reaches_the_reader(tiny: LocalModel) -> None:
         done = [event.done_tokens for event in progress]
         assert done == sorted(set(done)) and len(done) > 1
         assert done[-1] == plan.prefill_tokens == progress[-1].total_tokens
+
+
+FORGETFUL = """
+import sys
+from freetoken_agent import LocalModel, Store
+
+model = LocalModel.load(sys.argv[1])
+store = Store(sys.argv[2])
+session = store.create("s", model)
+session.append("user", "Hi")
+session.generate_sync(max_tokens=3)
+print(len(session.ids()))
+"""
+
+
+def test_a_script_that_forgets_to_close_ends_well(tiny_folder: Path, tmp_path: Path) -> None:
+    """Oracle: the exit status and an empty stderr; the session is whole in the next process."""
+    command = [sys.executable, "-c", FORGETFUL, str(tiny_folder), str(tmp_path)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (child.returncode, child.stderr) == (0, "")
+    with Store(tmp_path) as store:
+        assert len(store.open("s").ids()) == int(child.stdout)
