@@ -6,14 +6,14 @@ This is where the agent layer meets the runtime. Importing it loads no torch; `l
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from freetoken_storage.records import Snapshots
 
-from .catalog import resolve
+from .catalog import home, models_dir, resolve
 from .errors import TokenizerUnsupported
 from .gguf_tokenizer import load_gguf_tokenizer
 from .hf_tokenizer import HFTokenizer
@@ -71,6 +71,7 @@ class LocalModel:
         and configurations, each naming the file.
         """
         path = resolve(source)
+        pulled = path.is_relative_to(models_dir())
         tokenizer = _tokenizer(path, weights)
         if tokenizer.chat_template is None:
             raise ModelUnusable(
@@ -83,8 +84,11 @@ class LocalModel:
         if weights:
             from freetoken_runtime import Engine, EngineConfig  # torch loads here, not on import
 
-            engine = Engine.load(path, config or EngineConfig())
-        name = path.resolve().name if Path(source).exists() else str(source)
+            config = config or EngineConfig()
+            if pulled and config.hash_cache is None:
+                config = replace(config, hash_cache=home() / "hashes.json")
+            engine = Engine.load(path, config)
+        name = path.parent.name if pulled else path.resolve().name
         return cls(name, tokenizer, chat_format, engine)
 
     def __enter__(self) -> Self:

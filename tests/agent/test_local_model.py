@@ -12,7 +12,7 @@ import pytest
 
 from freetoken_agent import FreetokenError, LocalModel, Store
 from freetoken_agent.byte_tokenizer import ByteTokenizer
-from freetoken_agent.catalog import ModelNotFound
+from freetoken_agent.catalog import ModelNotFound, home, pulled
 from freetoken_agent.errors import TemplateUnsupported, TokenizerUnsupported
 from freetoken_agent.model import (
     ContextOverflow,
@@ -220,6 +220,21 @@ def test_an_unknown_name_lists_what_can_be_pulled() -> None:
     with pytest.raises(ModelNotFound, match="freetoken-agent pull smollm2") as caught:
         LocalModel.load("smollm3")
     assert caught.value.code == "model_not_found"
+
+
+def test_its_name_is_the_pulled_one_or_the_folders(model: LocalModel, tiny_folder: Path) -> None:
+    """Oracle: the folder's name."""
+    assert model.name == tiny_folder.name
+
+
+@pytest.mark.smollm2
+def test_a_pulled_model_remembers_its_hash() -> None:
+    """Oracle: the name that was asked for, and the file of hashes in the user's folder."""
+    if not any(model.name == "smollm2" for model in pulled()):
+        pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
+    with LocalModel.load("smollm2", config=ONE_THREAD) as model:
+        assert model.name == "smollm2"
+        assert (home() / "hashes.json").is_file()
 
 
 def test_the_byte_tokenizer_of_the_folder_is_the_scripted_one(model: LocalModel) -> None:
