@@ -14,7 +14,7 @@ from freetoken_agent import LocalModel, Segment, Session
 from freetoken_agent.plain_session import Entry, Line, render_chatml
 from freetoken_agent.proofs import Gold
 from freetoken_agent.session_programs import OPERATIONS, Program, Step
-from freetoken_agent.testing import ScriptedModel
+from freetoken_agent.testing import CHATML
 
 OPENING: list[Step] = [
     (0, "append", 0, 1),
@@ -58,7 +58,6 @@ class Observer:
         self._forwarded: list[list[int]] = []
         self._room_bytes = room_bytes
         self._evicted = False
-        self._emitter = ScriptedModel()
         self._texts = self._checks = 0
         self._heads: dict[str, list[int]] = {}
         self.disk_hits = 0
@@ -156,7 +155,8 @@ def run_program(
     """Returns how many of the compared states came from disk."""
     seed, steps = program
     observer = Observer(model, gold, seed, room_bytes)
-    render = render_chatml if model.format.digest == ScriptedModel().format.digest else _unknown
+    chatml = model.tokenizer.chat_template == CHATML
+    render = render_chatml if chatml else _unknown
     with tempfile.TemporaryDirectory() as folder:
         Program(folder, model, write=observer.write, render=render, check=observer.check).run(steps)
     observer.finish()
