@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from weakref import finalize
 
 import torch
 
@@ -86,6 +87,7 @@ class Engine:
             spec.context_limit,
         )
         self._owner = Owner(self._worker)
+        finalize(self, self._owner.end)
         self._owner.call(self._prepare)
 
     @classmethod

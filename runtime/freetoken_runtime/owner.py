@@ -122,6 +122,12 @@ class Owner:
             self._changed.notify()
         self._thread.join()
 
+    def end(self) -> None:
+        """`close` for an engine that was left without one: its last reference went, or the process
+        ends. A thread that is still inside torch while its libraries go would abort the process."""
+        if not self.inherited and threading.current_thread() is not self._thread:
+            self.close()
+
     def check_open(self) -> None:
         """EngineClosed if it is closed."""
         self._check_open(self._closing)
