@@ -25,7 +25,7 @@ from freetoken_agent import LocalModel, Store
 from freetoken_runtime import EngineConfig
 
 folder, message = sys.argv[1:]
-with LocalModel.load("smollm2", config=EngineConfig(dtype="float32")) as model:
+with LocalModel.load("smollm2", config=EngineConfig(dtype="float32", threads=1)) as model:
     with Store(folder) as store:
         session = store.open("story", model)
         before = session.ids()
