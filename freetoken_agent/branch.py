@@ -199,10 +199,6 @@ class Branch:
         self._write(Changes(body=codec.pack_branch(body)))
         self._body = body
 
-    def save_segments(self, segments: Sequence[SegmentRecord]) -> None:
-        """Write segment records that no node names (tombstones). No undo step."""
-        self._write(Changes(segments=segments))
-
     def path_to(self, node: int) -> Path:
         """The path to any node of the session; its tail is closed."""
         return self._path_at(Head(node, "closed"))

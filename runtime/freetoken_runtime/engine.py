@@ -109,6 +109,7 @@ class Engine:
                 source, dtype=resolved.dtype, quant=resolved.quant, hash_cache=resolved.hash_cache
             )
         )
+        return_freed_memory()  # what loading left with malloc counts in the budget, too
         engine = cls(model, resolved)
         if reserve is not None:
             engine._owner.call(lambda: engine._pool.adopt(reserve))
