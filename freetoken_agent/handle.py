@@ -210,9 +210,10 @@ class Handle:
                 self._batch = None
 
     def pin(self, segment: str, *, pinned: bool) -> None:
-        """Protect the state at the end of a segment, or let go of it. Durable, and no undo step."""
+        """Protect the state at the end of a segment, or let go of it. Durable, and no undo step.
+        SessionReadOnly, SessionBusy."""
         with self.lock:
-            self.bound()
+            self.writable()
             self.outside_batch("pin()")
             pins = [name for name in self.branch.pins if name != segment]
             self.branch.set_pins([*pins, segment] if pinned else pins)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rule 10: one writer per branch; readers never wait; nothing of a conflict is lost."""
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -72,6 +73,9 @@ def test_rule10_a_generation_keeps_its_branch_to_itself(
         lambda s: s.batch().__enter__(),
         lambda s: s.generate_sync(),
         lambda s: s.replace(user, "x", dry_run=True),
+        lambda s: s.begin_generation(),
+        lambda s: s.pin(user),
+        lambda s: s.unpin(user),
     )
     for handle in (session, other_handle):
         for mutate in mutators:
@@ -89,6 +93,57 @@ def test_rule10_a_generation_keeps_its_branch_to_itself(
         fork.delete_branch("main")
     draft.release()
     session.append("assistant", "now")
+
+
+def test_rule10_every_public_method_is_a_mutator_or_not() -> None:
+    """Oracle: the class itself. What is added to it must be put on one of the two lists, and what
+    changes the branch also into the test above."""
+    named_above = inspect.getsource(test_rule10_a_generation_keeps_its_branch_to_itself)
+    free = {  # reads, or writes elsewhere than on this branch
+        "binding", "branch", "branches", "delete_branch", "diff", "find", "fork",
+        "history_thinking", "ids", "meta", "model", "name", "open_branch", "path", "plan",
+        "reload", "render", "rerender", "restore_pins", "to_messages", "tree", "turns", "version",
+        "versions", "warm",
+    }  # fmt: skip
+    elsewhere = {
+        "generate",  # begins at the first pull, as generate_sync and reply do
+        "reply",
+        "purge",  # test_purge_waits_for_generations_whose_logs_it_rewrites
+    }
+    for name in (n for n in dir(Session) if not n.startswith("_")):
+        mutates = f"s.{name}(" in named_above
+        assert mutates + (name in free) + (name in elsewhere) == 1, name
+
+
+async def test_rule10_asynchronous_mutators_are_refused_too(
+    store: Store, session: Session, model: ScriptedModel
+) -> None:
+    """Oracle: the error, from a second handle, while a generation runs."""
+    session.append("user", "a")
+    other_handle = store.open("s", model)
+    with session.begin_generation():
+        with pytest.raises(SessionBusy):
+            await other_handle.reply()
+        with pytest.raises(SessionBusy):
+            async for _ in other_handle.generate():
+                pass
+
+
+def test_rule10_a_pin_of_a_second_handle_does_not_divert_a_generation(
+    store: Store, session: Session, model: ScriptedModel
+) -> None:
+    """Oracle: the generation is saved on its own branch, and no other one exists."""
+    user = session.append("user", "a")
+    other_handle = store.open("s", model)
+    draft = session.begin_generation()
+    draft.write(_done(model, "thinking", "one"), tail="open")
+    with pytest.raises(SessionBusy):
+        other_handle.pin(user)
+    draft.write(_done(model, "text", "two"))
+    draft.finish()
+    assert _texts(session) == ["a", "one", "two"]
+    assert [b.name for b in session.branches()] == ["main"]
+    session.pin(user)
 
 
 def test_rule10_a_stale_handle_conflicts_and_reloads(
