@@ -4,7 +4,7 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import InvalidEdit
 
@@ -23,6 +23,71 @@ def plain(value: Mapping[str, Any]) -> dict[str, Any]:
     if not is_plain(copied):
         raise _too_deep()
     return copied
+
+
+class _Frozen:
+    """Refuses every change; a copy, also a deep one or through pickle, is an ordinary value."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(
+            "a segment is a snapshot and cannot be changed: change a copy.deepcopy() of this"
+        )
+
+    __setitem__ = __delitem__ = _refuse
+    clear = pop = _refuse
+
+
+class FrozenDict(_Frozen, dict[str, Any]):
+    """A JSON object that does not change."""
+
+    __ior__ = _Frozen._refuse
+    popitem = setdefault = update = _Frozen._refuse
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, _: object) -> dict[str, Any]:
+        return {key: thawed(value) for key, value in self.items()}
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+
+class FrozenList(_Frozen, list[Any]):
+    """A JSON array that does not change."""
+
+    __iadd__ = __imul__ = _Frozen._refuse
+    append = extend = insert = remove = reverse = sort = _Frozen._refuse
+
+    def __copy__(self) -> list[Any]:
+        return list(self)
+
+    def __deepcopy__(self, _: object) -> list[Any]:
+        return [thawed(value) for value in self]
+
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
+        return list, (list(self),)
+
+
+def frozen(value: Mapping[str, Any]) -> FrozenDict:
+    """A copy of a JSON object, at every depth one that refuses changes. It is a dict, so that
+    encoders take it as one."""
+    return FrozenDict({key: _frozen(item) for key, item in value.items()})
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return frozen(value)
+    if isinstance(value, list | tuple):
+        return FrozenList(_frozen(item) for item in value)
+    return value
+
+
+def thawed(value: Any) -> Any:
+    """A copy of a JSON value that may be changed."""
+    if isinstance(value, Mapping):
+        return {key: thawed(item) for key, item in value.items()}
+    return [thawed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read(text: str) -> Any:

@@ -342,7 +342,7 @@ def _anthropic_message(group: Sequence[Item]) -> Message:
                     "type": "tool_use",
                     "id": item.call_id,
                     "name": item.name,
-                    "input": dict(item.arguments or {}),
+                    "input": json_values.thawed(item.arguments or {}),
                 }
             )
         elif item.kind == "thinking":

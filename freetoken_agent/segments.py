@@ -90,6 +90,9 @@ class Segment(_Frozen):
     the context of their predecessors. `frame_tokens` counts the gap before it. `origin` is the
     first segment of its line of replacements, `replaces` the previous one. `stale`: the arguments
     of the call it answers were edited. `anchored`: a model state can be restored at its end.
+
+    A snapshot does not change, `arguments` and `meta` included (TypeError, at any depth): what is
+    to be changed is a `copy.deepcopy` of them.
     """
 
     id: str
@@ -100,7 +103,7 @@ class Segment(_Frozen):
     turn: int | None = None  # from 0; None before the first user message
     tool: str | None = None
     call_id: str | None = None
-    arguments: dict[str, Any] | None = None
+    arguments: Mapping[str, Any] | None = None
     error: bool = False
     num_tokens: int
     frame_tokens: int = 0
@@ -108,7 +111,7 @@ class Segment(_Frozen):
     replaces: str | None = None
     stale: bool = False
     source: Source = "caller"
-    meta: dict[str, Any] = {}
+    meta: Mapping[str, Any] = {}
     anchored: bool = False
 
     def preview(self, n: int = 60) -> str:

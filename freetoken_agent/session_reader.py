@@ -12,6 +12,7 @@ from .branch import Branch
 from .errors import InvalidEdit
 from .generate_options import GenerateKwargs, GenerateOptions
 from .handle import Context, Handle, plan_of
+from .json_values import thawed
 from .messages import MessageFormat, emit_messages
 from .model import Model, ModelClosed
 from .path import Path
@@ -45,8 +46,8 @@ class SessionReader:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the creator attached to the session."""
-        return dict(self._handle.context.body.meta)
+        """What the creator attached to the session; a copy."""
+        return dict(thawed(self._handle.context.body.meta))
 
     @property
     def model(self) -> Model:

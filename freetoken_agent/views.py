@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From stored places to the public snapshots: segments, turns, plans, diffs. Reads only."""
 
-import copy
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
+from .json_values import frozen
 from .model import ContextOverflow, Model, PathPlan
 from .path import Body, Path, Place
 from .segments import ROLES, Diff, Miss, ReusePlan, Segment, Turn
@@ -36,7 +36,7 @@ def segment(
         turn=turn,
         tool=body.name,
         call_id=body.call_id,
-        arguments=None if body.arguments is None else copy.deepcopy(dict(body.arguments)),
+        arguments=None if body.arguments is None else frozen(body.arguments),
         error=body.error,
         num_tokens=len(body.ids),
         frame_tokens=0 if place is None else len(place.gap_ids),
@@ -44,7 +44,7 @@ def segment(
         replaces=body.replaces,
         stale=False if place is None else place.stale,
         source=body.source,
-        meta=copy.deepcopy(dict(body.meta)),
+        meta=frozen(body.meta),
         anchored=anchored,
     )
 
@@ -68,7 +68,7 @@ def frame(place: Place, turn: int | None) -> Segment:
         replaces=None,
         stale=False,
         source="caller",
-        meta={},
+        meta=frozen({}),
         anchored=False,
     )
 
