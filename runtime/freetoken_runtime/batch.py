@@ -36,21 +36,35 @@ class LayerState(Protocol):
     def length(self) -> int: ...
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store this pass's rows of a layer. k, v: [n, Hkv, D]."""
+        """Store this pass's rows of a layer. k: [n, Hkv, Dk], v: [n, Hkv, Dv]; a layer that keeps
+        one buffer only passes v with Dv = 0."""
 
     def pieces(self, layer: int, *, new: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the layer's (k, v) rows, each [S_i, Hkv, D] with S_i >= 1, in order: the rows
         before this pass, and with `new` also this pass's rows (in the last piece). Valid until
         the next `begin`. Empty at the start of a sequence."""
 
+    def fixed(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The layer's overwritten buffers before this pass, in the order and shapes of
+        `StateSpec.overwritten`, fp32; zeros at the start of a sequence. Read only: an anchor or
+        another sequence may hold the same memory."""
+
+    def keep(self, layer: int, rows: int, buffers: tuple[torch.Tensor, ...]) -> None:
+        """The layer's overwritten buffers after the first `rows` rows of this pass: called once
+        for every cut and once for all rows, in that order. The tensors belong to the state from
+        now on and must not be changed any more."""
+
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Rows [start, stop) of the batch belong to this sequence."""
+    """Rows [start, stop) of the batch belong to this sequence. `cuts`: numbers of its rows,
+    ascending, each within 1 .. stop - start - 1, after which a scan has to stop and hand over its
+    state (`LayerState.keep`): its grid restarts there."""
 
     state: LayerState
     start: int
     stop: int
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -32,22 +32,35 @@ class BufferSpec:
 class StateSpec:
     """What a mixer keeps of the past.
 
-    `rows`: buffers with one row per token, from which any shorter prefix can be taken.
-    `fixed`: buffers that are overwritten by every token and must be copied at each anchor.
+    `rows`: buffers with one row per `granularity` tokens, from which a shorter prefix can be taken
+    at any multiple of it. `fixed`: fp32 buffers that every token overwrites and every anchor
+    copies. `carry`: fp32 buffers with the raw rows of the group that is still open, which an anchor
+    adds too; between groups there is nothing in them. `replay_tokens`: after a restore, this many
+    tokens before the position are forwarded again, because a part of the state is stored nowhere.
     """
 
     rows: tuple[BufferSpec, ...] = ()
     fixed: tuple[BufferSpec, ...] = ()
+    carry: tuple[BufferSpec, ...] = ()
+    granularity: int = 1
+    replay_tokens: int = 0
 
     @property
     def sliceable(self) -> bool:
-        return not self.fixed
+        """Whether any shorter prefix can be taken without an anchor."""
+        return not self.fixed and self.granularity == 1
+
+    @property
+    def overwritten(self) -> tuple[BufferSpec, ...]:
+        """What an anchor copies, in the order of `LayerState.fixed`."""
+        return (*self.fixed, *self.carry)
 
     def bytes_per_token(self, element_bytes: int = 4) -> int:
-        return element_bytes * sum(buffer.elements for buffer in self.rows)
+        """Bytes of rows per token, rounded up where a row serves several tokens."""
+        return -(-element_bytes * sum(buffer.elements for buffer in self.rows) // self.granularity)
 
-    def bytes_per_anchor(self, element_bytes: int = 4) -> int:
-        return element_bytes * sum(buffer.elements for buffer in self.fixed)
+    def bytes_per_anchor(self) -> int:
+        return 4 * sum(buffer.elements for buffer in self.overwritten)
 
 
 @dataclass(frozen=True)
