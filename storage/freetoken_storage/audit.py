@@ -92,6 +92,26 @@ class PageAudit:
             os.close(self._file)
         return True
 
+    def free_pages(self, before: int) -> int:
+        """How many pages the commits with lower numbers than `before` freed, and no later one
+        took. Nobody may write meanwhile. StoreDamaged."""
+        self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return sum(
+                self._free_count(node)
+                for node in self._walk(self._header.free, "free list", _as_number)
+                if _NUMBER.unpack(node.key)[0] < before
+            )
+        finally:
+            os.close(self._file)
+
+    def _free_count(self, node: LeafNode) -> int:
+        data = node.data
+        if node.overflow_page is not None:
+            data = self._read(node.overflow_page)[PAGE.size :]
+        count: int = _NUMBER.unpack_from(data)[0]
+        return count
+
     def _fault(self, what: str, page: int) -> StoreDamaged:
         return StoreDamaged(f"{self._path}: {what}", value=f"page {page}")
 

@@ -9,18 +9,19 @@ import errno
 import os
 import resource
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
-from .audit import AT_OPENING, PageAudit
+from .audit import AT_OPENING, EVERYTHING, PageAudit
 from .disk_errors import translated
 from .errors import StorageError, StoreDamaged, StoreForked, StoreFull, StoreReadOnly, WriteFailed
 from .locks import Gate
 from .pages import read_header
+from .transactions import Reader
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
@@ -187,6 +188,19 @@ class LmdbEnvironment:
         """Forget readers of killed processes: they keep old pages from being reused."""
         if not self.read_only:
             self._env.reader_check()
+
+    def readers(self) -> list[Reader]:
+        with self._gate:
+            # One line each: process, thread, and the commit or "-" where nothing is open.
+            lines = [line.split() for line in self._env.readers().splitlines()]
+        slots = [line for line in lines if len(line) == 3 and line[0].isdigit()]
+        return [Reader(int(pid), int(commit)) for pid, _, commit in slots if commit != "-"]
+
+    def reusable_bytes(self, readers: Sequence[Reader]) -> int:
+        data = self._folder / DATA_FILE
+        header = read_header(data)
+        oldest = min([header.txn_id, *(reader.commit for reader in readers)])
+        return PageAudit(data, header, EVERYTHING).free_pages(before=oldest) * header.page_bytes
 
     @contextmanager
     def read(self) -> Iterator[LmdbTransaction]:

@@ -212,7 +212,8 @@ class Snapshots(Protocol):
         """Write in order, in transactions of at most 8 MiB, each snapshot whole inside one
         transaction or, when larger, visible only with its last. Known digests are skipped and
         touched. Over the disk budget the least recently used unpinned leaves go first; StoreFull
-        if nothing more can go."""
+        if nothing more can go, or if what goes could not be used again because of an open reader:
+        then nothing does."""
 
     def reader(self) -> AbstractContextManager[SnapshotReader]: ...
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from . import keys, values
-from .budgets import DiskBudget
+from .budgets import COMMIT_BYTES, DiskBudget, PagesHeld
 from .errors import StorageError, StoreFull
 from .eviction import Victim, ancestors, choose, delete_victims, footprint, load_or_none
 from .names import MAX_OWNER_BYTES, encode_name
@@ -177,8 +177,9 @@ class StoredSnapshots:
         with self._lock:
             pending = bool(self._touched)
         if pending and not self._environment.read_only:
-            with self._write():
-                pass
+            # They stay in memory where writing them would grow the file beyond its limit.
+            with suppress(PagesHeld), self._write():
+                self._budget.check_readers(0)
 
     def shrink(self, limit_bytes: int) -> int:
         count = 0
@@ -294,6 +295,8 @@ class StoredSnapshots:
     def _make_room(self, needed_bytes: int, protected: set[bytes]) -> None:
         """Evict until `needed_bytes` fit into the budget. StoreFull, with nothing evicted, if they
         cannot."""
+        with self._environment.write():  # while nobody else takes free pages
+            self._budget.check_readers(needed_bytes + COMMIT_BYTES)
         limit = self._budget.limit()
         excess_bytes = self.size_bytes() + needed_bytes - limit.size_bytes
         if excess_bytes <= 0:
@@ -352,12 +355,16 @@ class StoredSnapshots:
         for attempt in range(MAX_ATTEMPTS):
             try:
                 with self._write() as txn:
+                    self._budget.check_readers(needed_bytes)
                     self._environment.reserve(self._growth_bytes(txn, needed_bytes))
                     write(txn)
                 return
+            except PagesHeld:
+                raise
             except StoreFull:
-                last = attempt == MAX_ATTEMPTS - 1
-                if last or not self._evict(needed_bytes + MIN_EVICTION_BYTES, protected).count:
+                # What is evicted beside a reader makes no room before it ends.
+                hopeless = attempt == MAX_ATTEMPTS - 1 or self._environment.readers()
+                if hopeless or not self._evict(needed_bytes + MIN_EVICTION_BYTES, protected).count:
                     raise
                 self._notify(DISK_FULL)
 

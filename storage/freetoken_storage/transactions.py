@@ -4,9 +4,18 @@
 `database.py` implements it over LMDB; nothing else knows which database is below.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An open read transaction of some process, and the commit it sees."""
+
+    pid: int
+    commit: int
 
 
 class Transaction(Protocol):
@@ -51,6 +60,13 @@ class Environment(Protocol):
 
     def reap_readers(self) -> None:
         """Forget readers of killed processes: they keep old pages from being reused."""
+
+    def readers(self) -> list[Reader]:
+        """The read transactions that are open now, in this process and in others."""
+
+    def reusable_bytes(self, readers: Sequence[Reader]) -> int:
+        """Bytes of free pages that the write transaction may use: pages stay as they are while a
+        reader could still look at them. Inside a `write` block."""
 
     def room_bytes(self) -> int:
         """How much the file can still grow, as the disk and the process's limits allow."""
