@@ -108,9 +108,14 @@ class Branch:
         return self._bodies
 
     def reload(self) -> None:
-        """Read the branch again as it is stored."""
+        """Read the branch again as it is stored, its segments too: a purge may have taken them, or
+        some of their meta data."""
+        record = self._sessions.branch(self._session, self.name)
         self._recent.clear()
-        self._adopt(self._sessions.branch(self._session, self.name))
+        self._refresh_bodies()
+        if any(self._bodies.get(p.body.id) is not p.body for p in self._path.places):
+            self._path = Path()
+        self._adopt(record)
 
     def commit(
         self,
@@ -255,6 +260,13 @@ class Branch:
                 limit=f"expected version {self.version}",
                 remedy="reload() and repeat the edit",
             ) from error
+
+    def _refresh_bodies(self) -> None:
+        known = dict(self._bodies)
+        for segment_id in known:
+            self._bodies.pop(segment_id, None)
+        self._fetch(list(known))
+        self._bodies.update((i, b) for i, b in known.items() if self._bodies.get(i) == b)
 
     def _fetch(self, ids: Sequence[str]) -> None:
         found: Mapping[str, SegmentRecord] = self._sessions.segments(self._session, ids)

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Purge: what was once in a session, gone from the tree, the logs, the states and the files."""
+"""Purge: what was once in a session, gone from the tree, the logs, the states and the files.
 
-import json
-from collections.abc import Iterable, Iterator
+A replacement inherits the meta data of the segment that it replaces. What it still has of a purged
+segment's goes too: later versions stay, their records are written anew without those entries, and
+every branch that had such a version moves on by one, so that no handle writes back what it read
+before.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import anyio.to_thread
 
 from freetoken_storage.errors import SessionConflict
 from freetoken_storage.records import Scrub, SegmentRecord
 
-from . import codec, freeing, lookups
+from . import codec, freeing, holders, lookups
 from .errors import SegmentInUse
 from .handle import Context, Handle
 from .path import Body, Path
@@ -45,14 +51,17 @@ def purge_sync(handle: Handle, segment: Segment | str) -> PurgeReport:
                 handle.context.bodies.pop(gone, None)
             handle.branch.reload()
             break
-    others, sessions = _holders(handle.context, removal.body)
+    needles = holders.Needles(removal.body)
+    others = holders.other_segments(handle.context, needles) | _sharing_meta(handle, removal.body)
     return PurgeReport(
         segments=tuple(sorted(removal.scrub.segment_ids)),
         num_nodes=len(removal.scrub.node_ids),
         num_states=states,
         num_log_entries=sum(len(sequences) for sequences in removal.scrub.logs.values()),
-        other_segments=others,
-        other_sessions=sessions,
+        cleared_segments=tuple(sorted(removal.cleared)),
+        other_segments=tuple(sorted(others)),
+        other_places=holders.other_places(handle.context, needles),
+        other_sessions=holders.other_sessions(handle.context, needles),
         scrubbed=handle.context.backing.compact(),
     )
 
@@ -90,6 +99,9 @@ class _Removal:
         kept = {node.segment_id for node in nodes if node.id not in gone}
         segments = {node.segment_id for node in nodes if node.id in gone} - kept
         segments.add(self.body.id)
+        self.cleared = _cleared(context, self.body, segments)
+        stained = {node.id for node in nodes if node.segment_id in self.cleared}
+        parents = {node.id: node.parent for node in nodes}
         logs: dict[str, frozenset[int]] = {}
         bodies: dict[str, bytes] = {}
         for record in branches:
@@ -102,6 +114,10 @@ class _Removal:
             branch = codec.unpack_branch(record.body)
             if branch.tip is not None and branch.tip.node in gone:
                 bodies[record.name] = codec.pack_branch(codec.without_tip(branch))
+            heads = [record.head, *(codec.unpack_log(e.body).before.node for e in entries)]
+            heads += [] if branch.tip is None else [branch.tip.node]
+            if any(stained & lookups.ancestors(parents, head) for head in heads):
+                bodies.setdefault(record.name, record.body)
         self.branches = logs.keys() | bodies.keys()
         self.scrub = Scrub(
             node_ids=frozenset(gone),
@@ -109,35 +125,42 @@ class _Removal:
             logs=logs,
             branch_bodies=bodies,
             expected_versions={record.name: record.version for record in branches},
-            tombstones=[SegmentRecord(i, codec.pack_tombstone(i)) for i in sorted(segments)],
+            tombstones=[
+                *(SegmentRecord(i, codec.pack_tombstone(i)) for i in sorted(segments)),
+                *(SegmentRecord(i, codec.pack_segment(b)) for i, b in self.cleared.items()),
+            ],
         )
+
+
+def _cleared(context: Context, purged: Body, gone: Collection[str]) -> dict[str, Body]:
+    """The versions that replaced the purged one, without what they inherited of its meta data."""
+    line = {body.id: body for body in lookups.all_bodies(context) if body.origin == purged.origin}
+    cleared = {}
+    for body in line.values():
+        above: Body | None = body
+        while above is not None and above.id != purged.id:
+            above = line.get(above.replaces or "")
+        shared = _shared_meta(body, purged)
+        if above is not None and body.id not in gone and shared:
+            meta = {key: value for key, value in body.meta.items() if key not in shared}
+            cleared[body.id] = replace(body, meta=meta)
+    return cleared
+
+
+def _sharing_meta(handle: Handle, purged: Body) -> set[str]:
+    """Ids of versions that still have entries of the purged one's meta data: those it replaced."""
+    return {
+        body.id
+        for body in lookups.all_bodies(handle.context)
+        if body.origin == purged.origin and _shared_meta(body, purged)
+    }
+
+
+def _shared_meta(body: Body, purged: Body) -> set[str]:
+    """Keys under which two segments have the same."""
+    return {k for k, v in body.meta.items() if k in purged.meta and purged.meta[k] == v}
 
 
 def _suffix(path: Path) -> tuple[tuple[int, ...], int]:
     """The ids of a path, and where the content of its last segment begins."""
     return path.ids, path.content_start(len(path.places) - 1)
-
-
-def _holders(context: Context, body: Body) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Segments of this session, and other sessions, whose text contains the purged one's."""
-    needle = (body.text if body.arguments is None else _arguments(body)).strip()
-    if not needle:
-        return (), ()
-    here = tuple(other.id for other in lookups.all_bodies(context) if needle in _searchable(other))
-    elsewhere = []
-    for record in context.sessions.list():
-        if record.name == context.name:
-            continue
-        stored = context.sessions.all_segments(record.name)
-        found = (codec.unpack_segment(s.body) for s in stored)
-        if any(needle in _searchable(other) for other in found if other is not None):
-            elsewhere.append(record.name)
-    return here, tuple(elsewhere)
-
-
-def _arguments(body: Body) -> str:
-    return json.dumps(body.arguments, sort_keys=True, ensure_ascii=False)
-
-
-def _searchable(body: Body) -> str:
-    return "\n".join((body.content, body.text, _arguments(body)))

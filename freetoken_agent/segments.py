@@ -158,7 +158,8 @@ class ReusePlan(_Frozen):
 
 
 class Usage(_Frozen):
-    """What happened. `changed` says what ran between plan and forward pass, if it mattered."""
+    """What happened. `changed` says what ran between plan and forward pass, if it mattered.
+    `input_tokens == reused_tokens + prefill_tokens + unforwarded_tokens`."""
 
     input_tokens: int
     reused_tokens: int
@@ -168,6 +169,11 @@ class Usage(_Frozen):
     ttft_s: float = 0.0
     decode_s: float = 0.0
     changed: str | None = None
+
+    @property
+    def unforwarded_tokens(self) -> int:
+        """Tokens of the path that a cancel left out; 0 once a token was sampled."""
+        return self.input_tokens - self.reused_tokens - self.prefill_tokens
 
 
 class Reply(_Frozen):
@@ -260,8 +266,13 @@ class SessionInfo(_Frozen):
 
 
 class PurgeReport(_Frozen):
-    """What a purge removed, and where the same text is still held.
+    """What a purge removed, and where the same text is still held: copies that somebody made are
+    listed, never touched.
 
+    `cleared_segments`: later versions that lost what they had inherited of the purged one's meta
+    data. `other_segments`: their text, call or meta data contain the text; also versions that the
+    purged one replaced and that have entries of its meta data. `other_places`: what of the session
+    itself contains it (session meta, template options, labels of undo steps, branch names).
     `scrubbed`: the bytes have left the files; False when another process holds the store (the next
     exclusive opening finishes the work).
     """
@@ -270,6 +281,8 @@ class PurgeReport(_Frozen):
     num_nodes: int
     num_states: int
     num_log_entries: int
+    cleared_segments: tuple[str, ...] = ()
     other_segments: tuple[str, ...]
+    other_places: tuple[str, ...] = ()
     other_sessions: tuple[str, ...]
     scrubbed: bool

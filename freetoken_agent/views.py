@@ -88,11 +88,12 @@ def segments(
     for i in chosen:
         place, turn, anchored = places[i], turns[i], ends[i] in anchors
         old = known.get(place.body.id)
-        if old is None or (old.turn, old.frame_tokens, old.stale, old.anchored) != (
+        if old is None or (old.turn, old.frame_tokens, old.stale, old.anchored, len(old.meta)) != (
             turn,
             len(place.gap_ids),
             place.stale,
             anchored,
+            len(place.body.meta),  # a segment does not change, but a purge may take entries
         ):
             old = segment(place.body, place=place, turn=turn, anchored=anchored)
         found.append(old)
@@ -117,8 +118,13 @@ def changes(before: Path, after: Path) -> tuple[list[Segment], list[Segment]]:
 
 def price(model: Model, path: Path, ids: Sequence[int]) -> ReusePlan:
     """What forwarding `ids` (the path, perhaps with an opener) would cost."""
+    return priced(model, path, ids)[0]
+
+
+def priced(model: Model, path: Path, ids: Sequence[int]) -> tuple[ReusePlan, PathPlan | None]:
+    """The same, with the plan as the model made it; None where it made none."""
     if not ids:
-        return ReusePlan(
+        nothing = ReusePlan(
             input_tokens=0,
             reused_tokens=0,
             prefill_tokens=0,
@@ -127,11 +133,12 @@ def price(model: Model, path: Path, ids: Sequence[int]) -> ReusePlan:
             miss=None,
             predicted_s=0.0,
         )
+        return nothing, None
     try:
-        return reuse_plan(model.plan(ids), path)
+        made = model.plan(ids)
     except ContextOverflow:
         limit, total = model.context_limit, len(ids)
-        return ReusePlan(
+        overflow = ReusePlan(
             input_tokens=total,
             reused_tokens=0,
             prefill_tokens=total,
@@ -140,6 +147,8 @@ def price(model: Model, path: Path, ids: Sequence[int]) -> ReusePlan:
             miss=_miss(path, limit, "context_overflow", total - limit),
             predicted_s=math.inf,
         )
+        return overflow, None
+    return reuse_plan(made, path), made
 
 
 def reuse_plan(plan: PathPlan, path: Path) -> ReusePlan:

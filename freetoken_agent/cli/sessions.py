@@ -176,8 +176,11 @@ def purge_session(
             report = asyncio.run(session.purge(segment))
     lines = [f"removed {report.num_nodes} places, {report.num_states} states"]
     lines.append(f"{report.num_log_entries} undo steps are gone")
-    if report.other_segments or report.other_sessions:
-        others = [*report.other_segments, *report.other_sessions]
+    if report.cleared_segments:
+        cleared = ", ".join(report.cleared_segments)
+        lines.append(f"later versions lost the meta data they had inherited: {cleared}")
+    others = [*report.other_segments, *report.other_places, *report.other_sessions]
+    if others:
         lines.append(f"the same text is still held by: {', '.join(others)}")
     if not report.scrubbed:
         lines.append("another process holds the store: the next exclusive opening scrubs the file")

@@ -245,3 +245,103 @@ async def test_purge_of_an_unknown_segment(store: Store, model: ScriptedModel) -
     session = store.create("s", model)
     with pytest.raises(SegmentNotFound):
         await session.purge("nothing")
+
+
+async def test_purge_takes_meta_with_the_segment_and_with_its_edits(
+    tmp_path: Path, model: ScriptedModel
+) -> None:
+    """Oracle: a search for the canary, which is only in meta data, in every file; what the edits
+    were given besides stays."""
+    folder = tmp_path / "store"
+    with Store(folder) as store:
+        session = store.create("s", model)
+        secret = session.append("user", "my card", meta={"raw": [CANARY], "by": "me"})
+        first = session.replace(secret, "my ...").added[0]
+        second = session.replace(first, "my c., hidden").added[0]
+        session.append("assistant", "thanks")
+        side = session.fork()
+        stale = store.open("s", model)
+        with session.batch("without my card"):
+            session.replace(second, "hidden")
+        last = session.path()[0]
+        report = await session.purge(secret)
+        assert set(report.segments) == {secret.id}
+        assert set(report.cleared_segments) == {first.id, second.id, last.id}
+        assert report.other_segments == report.other_sessions == ()
+        assert report.other_places == ("labels of undo steps",)
+        assert [s.meta for s in session.versions(last)] == [{}, {}, {}]
+        assert session.path()[0].meta == {}
+        assert session.path()[0].text == "hidden"
+        with pytest.raises(SessionConflict):  # it would write back what it read before
+            stale.replace(second, "x")
+        with pytest.raises(SessionConflict):
+            side.replace(second, "x")
+        for handle in (stale, side):
+            handle.reload()
+            assert handle.path()[0].meta == {}
+            handle.replace(handle.path()[0], "y")
+        session.reload()
+        session.undo(2)
+        assert (session.path()[0].id, session.path()[0].meta) == (second.id, {})
+        await session.purge(last)
+        session.append("user", "go on")
+        assert (await session.purge(first)).scrubbed
+    assert not _held(folder, CANARY.encode())
+    with Store(folder) as store:
+        assert store.open("s", model).path()[0].id == second.id
+
+
+async def test_purge_of_a_later_version_names_the_earlier_ones_that_share_its_meta(
+    store: Store, model: ScriptedModel
+) -> None:
+    """Oracle: they are untouched: nothing of theirs came from what is purged."""
+    session = store.create("s", model)
+    old = session.append("user", "a", meta={"raw": CANARY})
+    new = session.replace(old, "b").added[0]
+    session.undo()
+    report = await session.purge(new)
+    assert (report.cleared_segments, report.other_segments) == ((), (old.id,))
+    assert session.path()[0].meta == {"raw": CANARY}
+
+
+async def test_purge_names_every_kind_of_place_that_holds_the_text(
+    store: Store, model: ScriptedModel
+) -> None:
+    """Oracle: one copy in each kind of place, by hand; in lists, keys, names and with quotes."""
+    text = 'line one\n"two"'
+    session = store.create("s", model, meta={"note": [text]})
+    session.append("user", "a")
+    secret = session.append("user", text)
+    session.delete(secret)
+    noted = session.append("user", "b", meta={"deep": {f"<{text}>": 1}})
+    call = session.append_call("f", {"quoted": [text]})
+    session.append_result(call, "r")
+    named = session.append_call(text, {})
+    with session.batch(f"without {text}"):
+        session.append_result(named, "r")
+    session.fork(name="line one")
+    for name, meta in (("by meta", {"x": text}), ("clean", {"x": "line one"})):
+        store.create(name, model, meta=meta)
+    labelled = store.create("by label", model)
+    with labelled.batch(text):
+        labelled.append("user", "x")
+    report = await session.purge(secret)
+    assert report.segments == (secret.id,)
+    result = session.path()[-1]
+    assert set(report.other_segments) == {noted.id, call.id, named.id, result.id}
+    assert report.other_places == ("session meta", "labels of undo steps")
+    assert report.other_sessions == ("by label", "by meta")
+    assert report.cleared_segments == ()
+
+
+async def test_purge_does_not_search_for_a_name_or_meta_data(
+    store: Store, model: ScriptedModel
+) -> None:
+    """Oracle: a word that anything may hold is not reported as a copy of the text."""
+    session = store.create("s", model)
+    session.append("user", "ls by me")
+    secret = session.append_call("ls", {"path": "/secret"})
+    session.append_result(secret, "r")
+    session.rewind(before=secret)
+    report = await session.purge(secret)
+    assert report.other_segments == ()
