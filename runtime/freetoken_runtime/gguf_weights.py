@@ -20,17 +20,10 @@ from .errors import (
     WeightsMismatch,
 )
 from .gguf_header import GgufHeader, TensorInfo, read_header
-from .spec import (
-    MAX_LAYERS,
-    AttentionSpec,
-    FactorScaling,
-    LayerSpec,
-    LinearScaling,
-    MlpSpec,
-    ModelSpec,
-    RopeScaling,
-    RopeSpec,
-)
+from .spec import MAX_LAYERS, LayerSpec, ModelSpec
+from .specs.attention import AttentionSpec
+from .specs.mlp import MlpSpec
+from .specs.rope import FactorScaling, LinearScaling, RopeScaling, RopeSpec
 from .weight_source import Groups, WeightSource
 
 _MODULES = {
@@ -109,6 +102,7 @@ class GgufFile(WeightSource):
         if part not in ("q", "k"):
             return None
         mixer = self.spec.layers[0].mixer
+        assert isinstance(mixer, AttentionSpec)
         heads = mixer.num_heads if part == "q" else mixer.num_kv_heads
         rows = torch.arange(heads * mixer.head_dim)
         return rows.view(heads, mixer.head_dim // 2, 2).transpose(1, 2).reshape(-1)

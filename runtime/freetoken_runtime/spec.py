@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model is, without its weights: shapes, state bytes, rope, context. Knows no torch.
 
-A model is a tuple of layers, each a mixer and a feed-forward. Everything else in the runtime
-branches on these records, never on a model's name.
+A model is a tuple of layers, each a mixer and a feed-forward; the kinds of both have a file each in
+`specs`. Everything else in the runtime branches on these records, never on a model's name.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import prod
+from typing import Any, Protocol
 
-from .errors import UnsupportedConfig
+from .specs.rope import RopeSpec
 
 MAX_LAYERS = 10_000
 
@@ -63,131 +64,57 @@ class StateSpec:
         return 4 * sum(buffer.elements for buffer in self.overwritten)
 
 
-@dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation: every frequency divided by `factor`."""
+class FeedForwardSpec(Protocol):
+    """What a layer does to each row by itself: a frozen dataclass."""
 
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1: low frequencies divided by `factor`, high ones kept, smooth in between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
+    def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Weights by name within the layer, matrices as [out, in], experts as [E, out, in]."""
 
 
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (arXiv 2309.00071); `attention_factor` multiplies cos and sin."""
-
-    factor: float
-    attention_factor: float
-    original_context: int
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-
-
-@dataclass(frozen=True)
-class FactorScaling:
-    """One divisor per frequency, as GGUF files store Llama 3 scaling (`rope_freqs`)."""
-
-    factors: tuple[float, ...]
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FactorScaling
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary positions over the whole head, halves paired (dimension i with i + dim / 2)."""
-
-    dim: int
-    theta: float
-    scaling: RopeScaling | None = None
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Full causal attention with grouped key/value heads."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeSpec
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedConfig(
-                "the number of attention heads must be a multiple of num_key_value_heads",
-                value=self.num_heads,
-                limit=self.num_kv_heads,
-            )
-        if self.head_dim % 2:
-            raise UnsupportedConfig("head_dim must be even for rope", value=self.head_dim)
+class MixerSpec(FeedForwardSpec, Protocol):
+    """What mixes the rows of a sequence: a frozen dataclass. `rope`: the positions it is called
+    with, None if it needs none."""
 
     @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+    def rope(self) -> RopeSpec | None: ...
 
-    def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """The mixer's weights by name, matrices as [out, in]."""
-        rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {}
-        for part, outputs in (("q", rows), ("k", kv_rows), ("v", kv_rows)):
-            shapes[part] = (outputs, hidden_size)
-            if self.qkv_bias:
-                shapes[f"{part}.bias"] = (outputs,)
-        shapes["o"] = (hidden_size, rows)
-        if self.output_bias:
-            shapes["o.bias"] = (hidden_size,)
-        if self.qk_norm:
-            shapes |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
-        return shapes
-
-    def state(self) -> StateSpec:
-        row = (self.num_kv_heads, self.head_dim)
-        return StateSpec(rows=(BufferSpec("k", row), BufferSpec("v", row)))
-
-
-@dataclass(frozen=True)
-class MlpSpec:
-    """down(silu(gate x) · up x)."""
-
-    intermediate_size: int
-    bias: bool = False
-
-    def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """The feed-forward's weights by name, matrices as [out, in]."""
-        inner = self.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "gate": (inner, hidden_size),
-            "up": (inner, hidden_size),
-            "down": (hidden_size, inner),
-        }
-        if self.bias:
-            shapes |= {"gate.bias": (inner,), "up.bias": (inner,), "down.bias": (hidden_size,)}
-        return shapes
+    def state(self) -> StateSpec: ...
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """x += mixer(norm x); x += feed_forward(norm x)."""
+    """x += r · mixer(norm x); x += r · feed_forward(norm x), r = `residual_multiplier`; a block
+    that is None is left out with its norm. `post_norms`: a second norm behind each block."""
 
-    mixer: AttentionSpec
-    feed_forward: MlpSpec
+    mixer: MixerSpec | None
+    feed_forward: FeedForwardSpec | None
+    post_norms: bool = False
+    residual_multiplier: float = 1.0
+
+    def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Every weight of the layer by name, e.g. `q`, `q.bias`, `mixer_norm`."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        blocks = (("mixer", self.mixer), ("feed_forward", self.feed_forward))
+        for name, block in blocks:
+            if block is None:
+                continue
+            shapes[f"{name}_norm"] = (hidden_size,)
+            if self.post_norms:
+                shapes[f"{name}_post_norm"] = (hidden_size,)
+            own = block.parameter_shapes(hidden_size)
+            assert shapes.keys().isdisjoint(own), sorted(shapes.keys() & own.keys())
+            shapes |= own
+        return shapes
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Architecture of one model. `context_limit`: positions it was configured for."""
+    """Architecture of one model. `context_limit`: positions it was configured for.
+
+    `norm_offset`: added to the stored weights of the norms (1 where they are stored as w of 1 + w).
+    Logits are c · tanh(y / c) with c = `logit_soft_cap`, if there is one, of
+    y = `logit_multiplier` · head(x).
+    """
 
     architecture: str
     vocab_size: int
@@ -196,14 +123,19 @@ class ModelSpec:
     norm_eps: float
     tied_head: bool
     context_limit: int
+    norm_offset: float = 0.0
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_soft_cap: float | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     def states(self) -> tuple[StateSpec, ...]:
-        """One per layer."""
-        return tuple(layer.mixer.state() for layer in self.layers)
+        """One per layer; a layer without a mixer keeps nothing."""
+        none = StateSpec()
+        return tuple(none if x.mixer is None else x.mixer.state() for x in self.layers)
 
     def bytes_per_token(self, element_bytes: int = 4) -> int:
         return sum(state.bytes_per_token(element_bytes) for state in self.states())
@@ -213,12 +145,7 @@ class ModelSpec:
         Matrices are [out, in]. A tied head has no entry: it is the embedding."""
         shapes: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, self.hidden_size)}
         for index, layer in enumerate(self.layers):
-            parts: dict[str, tuple[int, ...]] = {
-                "mixer_norm": (self.hidden_size,),
-                "feed_forward_norm": (self.hidden_size,),
-            }
-            parts |= layer.mixer.parameter_shapes(self.hidden_size)
-            parts |= layer.feed_forward.parameter_shapes(self.hidden_size)
+            parts = layer.parameter_shapes(self.hidden_size)
             shapes |= {f"layers.{index}.{part}": shape for part, shape in parts.items()}
         shapes["norm"] = (self.hidden_size,)
         if not self.tied_head:
@@ -228,23 +155,28 @@ class ModelSpec:
     def fingerprint_parts(self) -> Mapping[str, str]:
         """Digests of what decides a state besides weights and kernels, each under its own name so
         that a difference can be told: `architecture`, `rope`, `context`."""
-        layers = [asdict(layer) for layer in self.layers]
-        ropes = [layer["mixer"].pop("rope") for layer in layers]
-        architecture = {
-            "family": self.architecture,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "norm_eps": self.norm_eps,
-            "tied_head": self.tied_head,
-            "layers": layers,
-        }
-        kinds = [[type(x.mixer).__name__, type(x.feed_forward).__name__] for x in self.layers]
-        scalings = [type(layer.mixer.rope.scaling).__name__ for layer in self.layers]
+        ropes: list[Any] = []
+        architecture = _described(self, ropes)
+        del architecture["context_limit"]
         return {
-            "architecture": _digest([architecture, kinds]),
-            "rope": _digest([ropes, scalings]),
+            "architecture": _digest(architecture),
+            "rope": _digest(ropes),
             "context": str(self.context_limit),
         }
+
+
+def _described(value: Any, ropes: list[Any]) -> Any:
+    """A record as JSON, each with the name of its type: two kinds may have the same numbers. Ropes
+    are put aside."""
+    if isinstance(value, tuple):
+        return [_described(item, ropes) for item in value]
+    if not is_dataclass(value):
+        return value
+    if isinstance(value, RopeSpec):
+        ropes.append([value.dim, value.theta, _described(value.scaling, ropes)])
+        return None
+    record = {x.name: _described(getattr(value, x.name), ropes) for x in fields(value)}
+    return {"type": type(value).__name__, **record}
 
 
 def _digest(value: object) -> str:

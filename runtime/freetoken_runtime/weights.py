@@ -3,10 +3,10 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,19 +24,30 @@ from .kernels.integers import (
     stack_int4,
     stack_int8,
 )
-from .layers.attention import Attention
+from .layers import attention, mlp
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from .layers.linear import DenseLinear, IntegerLinear, Linear
-from .layers.mlp import Mlp
 from .layers.norm import RmsNorm
-from .models.decoder import Decoder, DecoderParts, Layer
+from .layers.parts import FeedForward, Mixer, Parts
+from .models.decoder import Decoder, DecoderParts, FeedForwardBlock, Layer, MixerBlock
 from .safetensors_weights import SafetensorsFolder
 from .spec import LayerSpec, ModelSpec
+from .specs.attention import AttentionSpec
+from .specs.mlp import MlpSpec
 from .weight_source import WeightSource
 
 INT4_GROUP = 32  # as in GGUF; larger groups are no faster (docs/decisions/0012-int4.md)
 Dtype = Literal["float32", "bfloat16"]
 Quant = Literal["int8", "int4"]
+_EXPERTS_NOTE = "experts are not quantised"
+
+# What builds a layer, by the type of its spec.
+_MIXERS: Mapping[type, Callable[[Any, Parts], Mixer]] = {
+    AttentionSpec: attention.build,
+}
+_FEED_FORWARDS: Mapping[type, Callable[[Any, Parts], FeedForward]] = {
+    MlpSpec: mlp.build,
+}
 
 
 @dataclass(frozen=True)
@@ -115,14 +126,15 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _summary(formats: Mapping[str, str], num_layers: int) -> dict[str, str]:
-    """`layers.0.o`, `layers.1.o`, … of one format become `layers.*.o`."""
+    """`layers.0.o`, `layers.1.o`, … of one format become `layers.*.o`, where a layer has it."""
     short: dict[str, str] = {}
     for name, kind in formats.items():
         if not name.startswith("layers."):
             short[name] = kind
             continue
         part = name.split(".", 2)[2]
-        same = all(formats[f"layers.{index}.{part}"] == kind for index in range(num_layers))
+        others = (formats.get(f"layers.{index}.{part}", kind) for index in range(num_layers))
+        same = all(other == kind for other in others)
         short[f"layers.*.{part}" if same else name] = kind
     return short
 
@@ -149,25 +161,31 @@ class _Builder:
             embedding = TableEmbedding(table)
             self.formats["embedding"] = str(table.dtype).removeprefix("torch.")
         layers = tuple(self._layer(index, layer) for index, layer in enumerate(spec.layers))
-        return DecoderParts(embedding, layers, self._norm("norm"), head)
+        return DecoderParts(embedding, layers, self.norm("norm"), head)
 
     def _layer(self, index: int, spec: LayerSpec) -> Layer:
-        at = f"layers.{index}."
-        normed = spec.mixer.qk_norm
-        mixer = Attention(
-            spec=spec.mixer,
-            qkv=self._linear(at, "q", "k", "v"),
-            output=self._linear(at, "o"),
-            q_norm=self._norm(at + "q_norm") if normed else None,
-            k_norm=self._norm(at + "k_norm") if normed else None,
-        )
-        mlp = Mlp(self._linear(at, "gate", "up"), self._linear(at, "down"))
-        return Layer(
-            self._norm(at + "mixer_norm"), mixer, self._norm(at + "feed_forward_norm"), mlp
-        )
+        parts = _LayerParts(self, f"layers.{index}.")
+        mixer = feed_forward = None
+        if spec.mixer is not None:
+            norm, post = parts.norms("mixer", spec.post_norms)
+            mixer = MixerBlock(norm, _MIXERS[type(spec.mixer)](spec.mixer, parts), post)
+        if spec.feed_forward is not None:
+            norm, post = parts.norms("feed_forward", spec.post_norms)
+            build = _FEED_FORWARDS[type(spec.feed_forward)]
+            feed_forward = FeedForwardBlock(norm, build(spec.feed_forward, parts), post)
+        return Layer(mixer, feed_forward, spec.residual_multiplier)
 
-    def _norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._read(name).float(), self._source.spec.norm_eps)
+    def norm(self, name: str, offset: float | None = None, eps: float | None = None) -> RmsNorm:
+        spec = self._source.spec
+        weight = self.tensor(name)
+        offset = spec.norm_offset if offset is None else offset
+        return RmsNorm(weight + offset if offset else weight, spec.norm_eps if eps is None else eps)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._read(name).float()
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
 
     def _head(self, name: str) -> Linear:
         """The head is at most int8: 4 bits there cost more accuracy than in all layers together
@@ -178,12 +196,24 @@ class _Builder:
         self.formats["head and embedding" if name == "embedding" else "head"] = head.format
         return head
 
-    def _linear(self, at: str, *parts: str) -> Linear:
+    def linear(self, at: str, *parts: str) -> Linear:
         """One linear layer from matrices stacked along their outputs."""
         names = [at + part for part in parts]
         layer = self._int4(names) if self._quant == "int4" else self._dense_or_int8(names)
         self.formats[at + " ".join(parts)] = layer.format
         return layer
+
+    def experts(self, at: str, *parts: str) -> torch.Tensor:
+        """[E, out, in], stacked along the outputs."""
+        shapes = [self._source.shape(at + part) for part in parts]
+        rows = [shape[1] for shape in shapes]
+        weights = torch.empty(shapes[0][0], sum(rows), shapes[0][2], dtype=self._dtype)
+        for part, slices in zip(parts, torch.split(weights, rows, 1), strict=True):
+            slices.copy_(self._read(at + part))
+        self.formats[at + " ".join(parts)] = str(self._dtype).removeprefix("torch.")
+        if self._quant and _EXPERTS_NOTE not in self.notes:
+            self.notes.append(_EXPERTS_NOTE)
+        return weights
 
     def _dense_or_int8(self, names: list[str]) -> Linear:
         if self._quant:
@@ -230,3 +260,34 @@ class _Builder:
                 f"weight {name!r} in {self._source.path} is not finite",
                 value=f"{float(low)} to {float(high)}",
             )
+
+
+@dataclass(frozen=True)
+class _LayerParts:
+    """`layers.parts.Parts` of one layer, or of a layer inside it: `at` is the prefix of names."""
+
+    builder: _Builder
+    at: str
+
+    def linear(self, *names: str) -> Linear:
+        return self.builder.linear(self.at, *names)
+
+    def norm(self, name: str, *, offset: float | None = None, eps: float | None = None) -> RmsNorm:
+        return self.builder.norm(self.at + name, offset, eps)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.builder.tensor(self.at + name)
+
+    def experts(self, *names: str) -> torch.Tensor:
+        return self.builder.experts(self.at, *names)
+
+    def has(self, name: str) -> bool:
+        return self.builder.has(self.at + name)
+
+    def within(self, part: str) -> "_LayerParts":
+        return _LayerParts(self.builder, f"{self.at}{part}.")
+
+    def norms(self, block: str, post_norms: bool) -> tuple[RmsNorm, RmsNorm | None]:
+        """The norms around a block of the layer."""
+        post = self.norm(f"{block}_post_norm") if post_norms else None
+        return self.norm(f"{block}_norm"), post

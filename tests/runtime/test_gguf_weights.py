@@ -21,7 +21,7 @@ from freetoken_runtime.errors import (
     WeightsMismatch,
 )
 from freetoken_runtime.gguf_header import read_header
-from freetoken_runtime.spec import FactorScaling, LinearScaling
+from freetoken_runtime.specs.rope import FactorScaling, LinearScaling
 from freetoken_runtime.testing import ListState, batch_of, build_checkpoint, build_gguf
 from freetoken_runtime.weights import load, open_source
 

@@ -7,7 +7,8 @@ import pytest
 
 from freetoken_runtime.errors import UnsupportedArchitecture, UnsupportedConfig
 from freetoken_runtime.models.registry import FAMILIES, read_spec
-from freetoken_runtime.spec import LinearScaling, Llama3Scaling, ModelSpec, YarnScaling
+from freetoken_runtime.spec import ModelSpec
+from freetoken_runtime.specs.rope import LinearScaling, Llama3Scaling, YarnScaling
 from freetoken_runtime.testing import ODD_DIMENSIONS
 
 

@@ -8,7 +8,7 @@ import torch
 
 from freetoken_runtime.layers.rope import RopeTable, inverse_frequencies, rotate
 from freetoken_runtime.models.registry import read_spec
-from freetoken_runtime.spec import FactorScaling, RopeSpec
+from freetoken_runtime.specs.rope import FactorScaling, RopeSpec
 from freetoken_runtime.testing import ODD_DIMENSIONS
 
 KINDS: dict[str, dict[str, Any]] = {

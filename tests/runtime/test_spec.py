@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from freetoken_runtime.models.registry import FAMILIES, read_spec
-from freetoken_runtime.spec import BufferSpec, LinearScaling, StateSpec
+from freetoken_runtime.spec import BufferSpec, StateSpec
+from freetoken_runtime.specs.rope import LinearScaling
 from freetoken_runtime.testing import ODD_DIMENSIONS
 
 LLAMA: dict[str, Any] = {**ODD_DIMENSIONS, "model_type": "llama"}

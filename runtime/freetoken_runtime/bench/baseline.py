@@ -11,6 +11,8 @@ import torch
 
 from ..errors import EngineError
 from ..spec import ModelSpec
+from ..specs.attention import AttentionSpec
+from ..specs.mlp import MlpSpec
 from ..weights import open_source
 
 _MODULES = {
@@ -94,6 +96,8 @@ def _config(spec: ModelSpec) -> Any:
     from transformers import LlamaConfig
 
     mixer, mlp = spec.layers[0].mixer, spec.layers[0].feed_forward
+    assert isinstance(mixer, AttentionSpec) and isinstance(mlp, MlpSpec), spec.architecture
+    assert mixer.rope is not None, spec.architecture
     if mixer.rope.scaling is not None:
         raise BaselineUnavailable("the baseline knows no rope scaling", value=mixer.rope.scaling)
     return LlamaConfig(

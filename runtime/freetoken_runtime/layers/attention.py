@@ -7,9 +7,10 @@ import torch
 
 from ..batch import Batch, LayerState
 from ..kernels.attention.cpu import attend, merge
-from ..spec import AttentionSpec
+from ..specs.attention import AttentionSpec
 from .linear import Linear
 from .norm import RmsNorm
+from .parts import Parts, Rope
 from .rope import rotate
 
 
@@ -24,7 +25,7 @@ class Attention:
     k_norm: RmsNorm | None
 
     def __call__(
-        self, x: torch.Tensor, batch: Batch, layer: int, rope: tuple[torch.Tensor, torch.Tensor]
+        self, x: torch.Tensor, batch: Batch, layer: int, rope: Rope | None
     ) -> torch.Tensor:
         """x [T, H] fp32 -> [T, H] fp32 or bf16; writes this pass's keys and values into each
         sequence's state."""
@@ -33,7 +34,8 @@ class Attention:
         qk, v = rows[:, : heads + kv_heads], rows[:, heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
-        qk = rotate(qk, *rope)
+        if rope is not None:
+            qk = rotate(qk, *rope)
         q, k = qk[:, :heads], qk[:, heads:]
         parts = [
             attend_sequence(q[a:b], k[a:b], v[a:b], state, layer, self.spec.scale)
@@ -41,6 +43,26 @@ class Attention:
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.output(mixed.reshape(len(x), heads * dim), batch.groups)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output
+
+    @property
+    def size_bytes(self) -> int:
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        linears = self.qkv.size_bytes + self.output.size_bytes
+        return linears + sum(norm.size_bytes for norm in norms)
+
+
+def build(spec: AttentionSpec, parts: Parts) -> Attention:
+    return Attention(
+        spec=spec,
+        qkv=parts.linear("q", "k", "v"),
+        output=parts.linear("o"),
+        q_norm=parts.norm("q_norm") if spec.qk_norm else None,
+        k_norm=parts.norm("k_norm") if spec.qk_norm else None,
+    )
 
 
 def attend_sequence(

@@ -8,7 +8,9 @@ import torch
 from torch.nn import functional
 
 from ..batch import RowGroup
+from ..specs.mlp import MlpSpec
 from .linear import Linear
+from .parts import Parts
 
 
 @dataclass(frozen=True)
@@ -22,3 +24,15 @@ class Mlp:
         """x [T, H] fp32 -> [T, H] fp32 or bf16."""
         gate, up = self.gate_up(x, groups).float().chunk(2, -1)
         return self.down(functional.silu(gate).mul_(up), groups)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    @property
+    def size_bytes(self) -> int:
+        return self.gate_up.size_bytes + self.down.size_bytes
+
+
+def build(spec: MlpSpec, parts: Parts) -> Mlp:
+    return Mlp(parts.linear("gate", "up"), parts.linear("down"))

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from ..spec import FactorScaling, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from ..specs.rope import FactorScaling, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 _FIRST_ROWS = 1024
 

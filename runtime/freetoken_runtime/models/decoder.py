@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from ..batch import Batch, Form, RowGroup
-from ..layers.attention import Attention
 from ..layers.embedding import Embedding
 from ..layers.linear import IntegerLinear, Linear
-from ..layers.mlp import Mlp
 from ..layers.norm import RmsNorm
+from ..layers.parts import FeedForward, Mixer, Module
 from ..layers.rope import RopeTable
 from ..spec import ModelSpec
 
@@ -23,13 +22,30 @@ _FEW_ROWS_DENSE = 16
 
 
 @dataclass(frozen=True)
-class Layer:
-    """x += mixer(norm x); x += feed_forward(norm x)."""
+class MixerBlock:
+    """x + r · post_norm(mixer(norm x))."""
 
-    mixer_norm: RmsNorm
-    mixer: Attention
-    feed_forward_norm: RmsNorm
-    feed_forward: Mlp
+    norm: RmsNorm
+    mixer: Mixer
+    post_norm: RmsNorm | None
+
+
+@dataclass(frozen=True)
+class FeedForwardBlock:
+    """x + r · post_norm(feed_forward(norm x))."""
+
+    norm: RmsNorm
+    feed_forward: FeedForward
+    post_norm: RmsNorm | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the stack, with the blocks that its spec has."""
+
+    mixer: MixerBlock | None
+    feed_forward: FeedForwardBlock | None
+    residual_multiplier: float
 
 
 @dataclass(frozen=True)
@@ -52,32 +68,48 @@ class Decoder:
     def __init__(self, spec: ModelSpec, parts: DecoderParts) -> None:
         self.spec = spec
         self._parts = parts
-        ropes = list(dict.fromkeys(layer.mixer.rope for layer in spec.layers))
+        rope_of = [None if layer.mixer is None else layer.mixer.rope for layer in spec.layers]
+        ropes = list(dict.fromkeys(rope for rope in rope_of if rope is not None))
         self._tables = [RopeTable(rope) for rope in ropes]
+        self._table_of = [None if rope is None else ropes.index(rope) for rope in rope_of]
         self._head_batches = parts.head.few_rows_batch
         self.few_rows_batch = all(linear.few_rows_batch for linear in self._linears())
-        self._table_of = [ropes.index(layer.mixer.rope) for layer in spec.layers]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
         """Run a pass and return the final hidden rows, after the last norm, of the batch's `rows`
-        ([n] int64, n >= 0): [n, H] fp32. Writes keys and values through each sequence's state."""
+        ([n] int64, n >= 0): [n, H] fp32. Writes the new state of every sequence through its
+        `LayerState`."""
         x = self._parts.embedding(batch.ids)
-        ropes = [table.rows(batch.positions) for table in self._tables]
+        if self.spec.embedding_multiplier != 1.0:
+            x = x * self.spec.embedding_multiplier
+        tables = [table.rows(batch.positions) for table in self._tables]
         for index, layer in enumerate(self._parts.layers):
-            rope = ropes[self._table_of[index]]
-            x = x + layer.mixer(layer.mixer_norm(x), batch, index, rope)
-            x = x + layer.feed_forward(layer.feed_forward_norm(x), batch.groups)
+            mixing, feeding = layer.mixer, layer.feed_forward
+            if mixing is not None:
+                table = self._table_of[index]
+                rope = None if table is None else tables[table]
+                mixed = mixing.mixer(mixing.norm(x), batch, index, rope)
+                x = _add(x, mixed, mixing.post_norm, layer.residual_multiplier)
+            if feeding is not None:
+                fed = feeding.feed_forward(feeding.norm(x), batch.groups)
+                x = _add(x, fed, feeding.post_norm, layer.residual_multiplier)
         return self._parts.norm(x[rows])
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, form: Form = Form.FEW) -> torch.Tensor:
         """Hidden rows as `forward` returns them [n, H] -> [n, vocab] fp32. In the FEW form, the
         one generation uses, a row's logits are the same bits whatever rows stand beside it."""
-        head = self._parts.head
+        head, spec = self._parts.head, self.spec
         if form is Form.MANY or self._head_batches:
-            return head(hidden, [RowGroup(0, len(hidden), form)]).float()
-        return torch.cat([head.few(row) for row in torch.split(hidden, 1)]).float()
+            logits = head(hidden, [RowGroup(0, len(hidden), form)]).float()
+        else:
+            logits = torch.cat([head.few(row) for row in torch.split(hidden, 1)]).float()
+        if spec.logit_multiplier != 1.0:
+            logits = logits * spec.logit_multiplier
+        if spec.logit_soft_cap is not None:
+            logits = torch.tanh(logits / spec.logit_soft_cap) * spec.logit_soft_cap
+        return logits
 
     @property
     def few_rows(self) -> int:
@@ -92,21 +124,29 @@ class Decoder:
         parts = self._parts
         norms = [parts.norm]
         for layer in parts.layers:
-            norms += [layer.mixer_norm, layer.feed_forward_norm]
-            norms += [norm for norm in (layer.mixer.q_norm, layer.mixer.k_norm) if norm is not None]
-        linears = [*self._linears(), parts.head]
-        total = sum(norm.size_bytes for norm in norms) + sum(x.size_bytes for x in linears)
-        return parts.embedding.size_bytes + total
+            for block in (layer.mixer, layer.feed_forward):
+                if block is not None:
+                    norms += [x for x in (block.norm, block.post_norm) if x is not None]
+        total = sum(norm.size_bytes for norm in norms)
+        total += sum(module.size_bytes for module in self._modules())
+        return parts.embedding.size_bytes + total + parts.head.size_bytes
+
+    def _modules(self) -> list[Module]:
+        modules: list[Module] = []
+        for layer in self._parts.layers:
+            if layer.mixer is not None:
+                modules.append(layer.mixer.mixer)
+            if layer.feed_forward is not None:
+                modules.append(layer.feed_forward.feed_forward)
+        return modules
 
     def _linears(self) -> Sequence[Linear]:
-        layers = self._parts.layers
-        return [
-            linear
-            for layer in layers
-            for linear in (
-                layer.mixer.qkv,
-                layer.mixer.output,
-                layer.feed_forward.gate_up,
-                layer.feed_forward.down,
-            )
-        ]
+        return [linear for module in self._modules() for linear in module.linears]
+
+
+def _add(
+    x: torch.Tensor, out: torch.Tensor, post_norm: RmsNorm | None, multiplier: float
+) -> torch.Tensor:
+    if post_norm is not None:
+        out = post_norm(out.float())
+    return x + out if multiplier == 1.0 else torch.add(x, out, alpha=multiplier)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UnsupportedConfig
-from ..spec import MAX_LAYERS, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from ..spec import MAX_LAYERS, LayerSpec, ModelSpec
+from ..specs.attention import AttentionSpec
+from ..specs.mlp import MlpSpec
 from .config_reader import ConfigReader
 from .rope_config import read_rope
 
@@ -56,7 +58,7 @@ def _read_attention(reader: ConfigReader, family: str, context: int) -> Attentio
         rope=read_rope(reader, head_dim, context),
         qkv_bias=bias or family == "qwen2",
         output_bias=bias,
-        qk_norm=family == "qwen3",
+        qk_norm="head" if family == "qwen3" else None,
     )
 
 

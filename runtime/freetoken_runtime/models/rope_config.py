@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..errors import UnsupportedConfig
-from ..spec import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
+from ..specs.rope import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
 from .config_reader import ConfigReader
 
 SUPPORTED_KINDS = ("default", "linear", "llama3", "yarn")

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixture of experts as a feed-forward: router, experts one by one, what is shared.
+
+Router and gate of the shared expert are one fp32 matrix, whatever the quantisation. An expert is
+served through `Moe.experts` by its index and by nothing else, wherever its weights live.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..batch import Form, RowGroup
+from ..kernels.activations import relu_squared, sigmoid, silu
+from ..kernels.experts.cpu import clamped_glu, mix, pad_rows
+from ..specs.moe import ClampedGlu, ExpertSpec, MoeSpec, RouterSpec
+from .linear import DenseLinear, Linear
+from .mlp import Mlp
+from .mlp import build as build_mlp
+from .parts import Parts
+from .routing import Routes, margins, route
+
+Observer = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One routed expert. `up` yields gate and up side by side where the spec has a gate."""
+
+    spec: ExpertSpec
+    up: Linear
+    down: Linear
+
+    def __call__(self, rows: torch.Tensor, form: Form) -> torch.Tensor:
+        """rows [m, H] fp32, m >= 1 -> [m, H] fp32 or bf16; a row's bits do not depend on m."""
+        alone = form is Form.FEW and self.up.few_rows_batch and self.down.few_rows_batch
+        whole = RowGroup(0, len(rows), form)
+        x = rows if alone else pad_rows(rows)
+        inner = self.up(x, (whole,)).float()
+        return self.down(self._activate(inner), (whole,))[: len(rows)]
+
+    def _activate(self, inner: torch.Tensor) -> torch.Tensor:
+        if not self.spec.gated:
+            return relu_squared(inner)
+        gate, up = inner.chunk(2, -1)
+        if isinstance(self.spec.activation, ClampedGlu):
+            return clamped_glu(gate, up, self.spec.activation)
+        return silu(gate).mul_(up)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.up.size_bytes + self.down.size_bytes
+
+
+@dataclass(frozen=True)
+class Router:
+    """One fp32 matrix whose first outputs are the experts' logits; one more, if there is one, gates
+    the shared expert."""
+
+    spec: RouterSpec
+    linear: DenseLinear
+    correction: torch.Tensor | None  # [E] fp32
+
+    def __call__(
+        self, x: torch.Tensor, groups: Sequence[RowGroup]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H] fp32 -> logits [T, E] and gate [T, 0 or 1], a row's bits its own."""
+        outputs = torch.cat([self._logits(x[g.start : g.stop], g.form) for g in groups])
+        experts = self.spec.num_experts
+        return outputs[:, :experts], outputs[:, experts:]
+
+    def _logits(self, rows: torch.Tensor, form: Form) -> torch.Tensor:
+        if form is Form.FEW and self.linear.few_rows_batch:
+            return self.linear.few(rows)
+        return self.linear.many(pad_rows(rows))[: len(rows)]
+
+    def routes(self, logits: torch.Tensor) -> Routes:
+        return route(logits, self.spec, self.correction)
+
+    def margins(self, logits: torch.Tensor) -> torch.Tensor:
+        return margins(logits, self.spec, self.correction)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.linear.size_bytes + (0 if self.correction is None else self.correction.nbytes)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The narrower rows that routed experts work on."""
+
+    down: Linear
+    up: Linear
+
+
+class Moe:
+    """Σ_j weight_j · expert_j(x) + shared(x). Immutable but for `observer`, which, if set, receives
+    the margins [T] of each call's routing (`routing.margins`), rows in the order of the batch; only
+    tests set it."""
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Sequence[Expert],
+        shared: Mlp | None = None,
+        latent: Latent | None = None,
+    ) -> None:
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.latent = latent
+        self.observer: Observer | None = None
+
+    def __call__(self, x: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
+        """x [T, H] fp32 -> [T, H] fp32."""
+        logits, gate = self.router(x, groups)
+        if self.observer is not None:
+            self.observer(self.router.margins(logits))
+        rows = x if self.latent is None else self.latent.down(x, groups).float()
+        routes = self.router.routes(logits)
+        out = torch.cat([self._mix(rows, routes, part) for part in _by_form(groups)])
+        if self.latent is not None:
+            out = self.latent.up(out, groups).float()
+        if self.shared is None:
+            return out
+        shared = self.shared(x, groups).float()
+        return out.add_(shared * sigmoid(gate) if gate.shape[1] else shared)
+
+    def _mix(self, x: torch.Tensor, routes: Routes, part: RowGroup) -> torch.Tensor:
+        rows = slice(part.start, part.stop)
+
+        def compute(index: int, of_expert: torch.Tensor) -> torch.Tensor:
+            return self.experts[index](of_expert, part.form)
+
+        return mix(x[rows], routes.chosen[rows], routes.weights[rows], compute)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Those whose FEW form a neighbour could change: router and experts see to it themselves,
+        padding rows where their kernel needs it."""
+        shared = () if self.shared is None else self.shared.linears
+        latent = () if self.latent is None else (self.latent.down, self.latent.up)
+        return (*shared, *latent)
+
+    @property
+    def size_bytes(self) -> int:
+        experts = sum(expert.size_bytes for expert in self.experts)
+        return self.router.size_bytes + experts + sum(x.size_bytes for x in self.linears)
+
+
+def _by_form(groups: Sequence[RowGroup]) -> list[RowGroup]:
+    """Neighbouring groups of one form as one: an expert sees the rows of all of them at once."""
+    merged: list[RowGroup] = []
+    for group in groups:
+        if merged and merged[-1].form is group.form:
+            merged[-1] = RowGroup(merged[-1].start, group.stop, group.form)
+        else:
+            merged.append(group)
+    return merged
+
+
+def build(spec: MoeSpec, parts: Parts) -> Moe:
+    return Moe(
+        router=_build_router(spec, parts),
+        experts=tuple(
+            _build_expert(spec.expert, parts.within(f"experts.{index}"))
+            for index in range(spec.router.num_experts)
+        ),
+        shared=None if spec.shared is None else build_mlp(spec.shared, parts.within("shared")),
+        latent=None
+        if spec.latent is None
+        else Latent(parts.linear("latent_down"), parts.linear("latent_up")),
+    )
+
+
+def _build_expert(spec: ExpertSpec, parts: Parts) -> Expert:
+    return Expert(spec, parts.linear(*spec.inputs), parts.linear("down"))
+
+
+def _build_router(spec: MoeSpec, parts: Parts) -> Router:
+    weight = parts.tensor("router")
+    if spec.shared_gate:
+        weight = torch.cat((weight, parts.tensor("shared_router")))
+    return Router(
+        spec=spec.router,
+        linear=DenseLinear(weight, parts.tensor("router.bias") if spec.router.bias else None),
+        correction=parts.tensor("router.correction") if spec.router.correction else None,
+    )
