@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         ToolCallStarted,
     )
     from .generate_options import OptionUnsupported, UnknownOption
-    from .generation import Generation, GenerationUnfinished
+    from .generation import Generation, GenerationInUse, GenerationUnfinished
     from .local_model import LocalModel
     from .model import (
         ContextOverflow,
@@ -149,7 +149,7 @@ _MODULES = {
         "ToolCallStarted",
     ),
     ".generate_options": ("OptionUnsupported", "UnknownOption"),
-    ".generation": ("Generation", "GenerationUnfinished"),
+    ".generation": ("Generation", "GenerationInUse", "GenerationUnfinished"),
     ".local_model": ("LocalModel",),
     ".model": ("ContextOverflow", "InvalidSampling", "Model", "ModelClosed", "ModelUnusable"),
     ".segments": (
@@ -186,6 +186,7 @@ __all__ = [
     "Generation",
     "GenerationConflict",
     "GenerationEvent",
+    "GenerationInUse",
     "GenerationUnfinished",
     "InvalidEdit",
     "InvalidMessages",

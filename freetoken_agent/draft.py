@@ -15,7 +15,7 @@ from .errors import GenerationConflict, NothingToGenerate
 from .forks import create_named
 from .handle import Handle, why_closed
 from .layout import Layout, ids_before, new_call_id, new_segment_id
-from .model import Model
+from .model import Model, PathPlan
 from .pairing import open_calls
 from .parsing import SegmentDone
 from .path import Body, Path, Place, Tail
@@ -80,9 +80,9 @@ class Draft:
         """Segment ends: positions at which keeping a state is of use to later edits."""
         return tuple(end for end in self._base.ends if 0 < end < len(self.ids))
 
-    def plan(self) -> ReusePlan:
-        """The price of `ids`."""
-        return views.price(self.model, self._base, self.ids)
+    def plan(self) -> tuple[ReusePlan, PathPlan | None]:
+        """The price of `ids`, and the model's own form of it, if it can forward them."""
+        return views.priced(self.model, self._base, self.ids)
 
     def _new_call_id(self) -> str:
         """9 alphanumerics that no call of the path has."""

@@ -44,7 +44,8 @@ class PlanReady(_Event):
 
 
 class PrefillProgress(_Event):
-    """`done_tokens` of the plan's `prefill_tokens` have been forwarded."""
+    """`done_tokens` of the plan's `prefill_tokens` have been forwarded. A reader slower than
+    the engine gets the newest count, not each; the last one comes before the first token."""
 
     type: Literal["prefill_progress"] = "prefill_progress"
     done_tokens: int

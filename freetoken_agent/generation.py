@@ -9,8 +9,7 @@ works where one is already running.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 from types import TracebackType
@@ -20,7 +19,7 @@ import anyio
 
 from freetoken_storage.errors import FreetokenError
 
-from .events import GenerationEvent, PrefillProgress
+from .events import GenerationEvent
 from .generate_options import GenerateKwargs, GenerateOptions
 from .model_step import ModelStep, usage_of
 from .segments import Reply, Usage
@@ -28,7 +27,15 @@ from .segments import Reply, Usage
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["Generation", "GenerationUnfinished", "Reply", "generate_sync", "reply", "warm"]
+__all__ = [
+    "Generation",
+    "GenerationInUse",
+    "GenerationUnfinished",
+    "Reply",
+    "generate_sync",
+    "reply",
+    "warm",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -39,32 +46,42 @@ class GenerationUnfinished(FreetokenError):
     code = "generation_unfinished"
 
 
+class GenerationInUse(FreetokenError):
+    """A generation was pulled by two tasks at once, or from two event loops."""
+
+    code = "generation_in_use"
+
+
 class Generation:
     """The events of one model call. Nothing happens before the first pull; afterwards the model
     runs at most a few tokens ahead of the reader.
 
     Use it as `async with s.generate() as generation: async for event in generation: …`. Leaving
     early, by `break`, an error or a cancelled task, keeps what was read so far and releases the
-    branch; without `async with` that happens when the last reference goes. It belongs to one task;
-    only `cancel` may be called from elsewhere.
+    branch; without `async with` that happens when the last reference goes. One task pulls it
+    (GenerationInUse), in one event loop; `cancel` may be called from any thread, `aclose` in any
+    loop. Closed before the first pull it never begins.
     """
 
     def __init__(self, session: "Session", **options: Unpack[GenerateKwargs]) -> None:
         self._step = ModelStep(session, GenerateOptions.parse(options))
-        self._mailbox = _Mailbox()
+        self._events: deque[GenerationEvent] = deque()
+        self._bell: _Bell | None = None  # since the first pull
         self._executor: ThreadPoolExecutor | None = None
-        self._work: asyncio.Future[list[GenerationEvent]] | None = None
+        self._work: Future[list[GenerationEvent]] | None = None
+        self._closing: Future[None] | None = None
+        self._pulled = False  # a task waits for events
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> GenerationEvent:
-        while not self._mailbox.events:
+        while not self._events:
             if self._work is None and self._step.finished:
                 self._release_thread()
                 raise StopAsyncIteration
-            await self._pull()
-        return self._mailbox.events.popleft()
+            await self._pull(await self._enter())
+        return self._events.popleft()
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,6 +101,10 @@ class Generation:
     def reply(self) -> Reply:
         """What was written. GenerationUnfinished before the end."""
         if self._step.reply is None:
+            if self._step.finished:
+                raise GenerationUnfinished(
+                    "the generation ended without a reply", remedy="generate again"
+                )
             raise GenerationUnfinished(
                 "the generation has not ended", remedy="pull its events to the end, or leave it"
             )
@@ -96,33 +117,68 @@ class Generation:
     async def aclose(self) -> None:
         """Stop, keep what was read, and release the branch. Does nothing the second time."""
         self._step.cancel()
-        with anyio.CancelScope(shield=True):
-            if self._work is not None:
-                await asyncio.wait([self._work])
-                if not self._work.cancelled():
-                    self._work.exception()  # its pull was given up: nobody else will look
-                self._work = None
-            if not self._step.finished:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._thread(), self._step.close)
-        self._release_thread()
-
-    async def _pull(self) -> None:
-        """Wait for progress, or for the next batch of events."""
-        mailbox, loop = self._mailbox, asyncio.get_running_loop()
-        if self._work is None:
-            self._step.on_progress = mailbox.progress_into(loop)
-            self._work = loop.run_in_executor(self._thread(), self._step.advance)
-            self._work.add_done_callback(mailbox.wake)
+        if self._closing is None:
+            if self._work is None and not self._step.started:
+                self._step.close()
+            if self._work is None and self._step.finished:
+                self._release_thread()
+                return
+            self._closing = self._thread().submit(self._step.close)  # behind what it is doing
+            self._release_thread()
+        elif self._closing.done():
+            return
         try:
-            await mailbox.changed.wait()
+            with anyio.CancelScope(shield=True):
+                await asyncio.shield(asyncio.wrap_future(self._closing))
+        finally:
+            self._work = None  # its pull was given up: nobody will look
+
+    async def _enter(self) -> "_Bell":
+        """Begin a pull. GenerationInUse unless it is the only one, in the loop of the first."""
+        loop, bell = asyncio.get_running_loop(), self._bell
+        if bell is None:
+            bell = self._bell = _Bell(loop)
+            self._step.progress.notify = bell.ring
+        if bell.loop is loop and not self._pulled:
+            return bell
+        if bell.loop is loop:
+            raise GenerationInUse(
+                "two tasks pull one generation", remedy="pull it in one task and share its events"
+            )
+        if not bell.loop.is_closed():
+            raise GenerationInUse(
+                "the generation was begun in another event loop",
+                remedy="pull it there, or aclose() it here and generate again",
+            )
+        await self._abandon()  # nobody can pull it any more
+        raise GenerationInUse(
+            "the generation was begun in an event loop that has been closed; it was ended, "
+            "and what had been read is kept",
+            remedy="generate again, and pull within one asyncio.run()",
+        )
+
+    async def _pull(self, bell: "_Bell") -> None:
+        """Wait for progress, or for the next batch of events."""
+        if self._work is None:
+            self._work = self._thread().submit(self._step.advance)
+            self._work.add_done_callback(bell.ring)
+        self._pulled = True
+        try:
+            await bell.rung.wait()
         except asyncio.CancelledError:
             await self._abandon()
             raise
-        mailbox.changed.clear()
-        if self._work.done():
-            work, self._work = self._work, None
-            mailbox.events.extend(work.result())
+        finally:
+            self._pulled = False
+        bell.rung.clear()
+        work = self._work
+        done = work is not None and work.done()  # before the progress that precedes its events
+        progress = self._step.prefilled()
+        if progress is not None:
+            self._events.append(progress)
+        if work is not None and done:
+            self._work = None
+            self._events.extend(work.result())
 
     async def _abandon(self) -> None:
         """Close behind an error that matters more than what closing may raise."""
@@ -143,7 +199,9 @@ class Generation:
 
     def __del__(self) -> None:
         step = getattr(self, "_step", None)
-        if step is None or step.finished or not step.started:
+        if step is None or step.finished or self._closing is not None:
+            return
+        if self._work is None and not step.started:
             return
         step.cancel()
         try:
@@ -163,29 +221,17 @@ def _submit(executor: ThreadPoolExecutor, step: ModelStep) -> bool:
     return True
 
 
-class _Mailbox:
-    """Where pulls and the engine's progress meet. Touched in the loop's thread only; it holds no
-    reference to the generation, so that a generation that was left is closed at once."""
+class _Bell:
+    """Wakes the pulling task, from any thread. It holds no reference to the generation, so that a
+    generation that was left is closed at once."""
 
-    def __init__(self) -> None:
-        self.events: deque[GenerationEvent] = deque()
-        self.changed = asyncio.Event()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.rung = asyncio.Event()
 
-    def wake(self, _: object) -> None:
-        self.changed.set()
-
-    def put(self, event: GenerationEvent) -> None:
-        self.events.append(event)
-        self.changed.set()
-
-    def progress_into(self, loop: asyncio.AbstractEventLoop) -> Callable[[PrefillProgress], None]:
-        """A callback for the engine's thread."""
-
-        def report(event: PrefillProgress) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody is reading any more
-                loop.call_soon_threadsafe(self.put, event)
-
-        return report
+    def ring(self, _: object = None) -> None:
+        with suppress(RuntimeError):  # the loop was closed: nobody is reading any more
+            self.loop.call_soon_threadsafe(self.rung.set)
 
 
 async def reply(session: "Session", **options: Unpack[GenerateKwargs]) -> Reply:

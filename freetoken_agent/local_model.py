@@ -174,6 +174,7 @@ class LocalModel:
         anchors: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
+        announced: PathPlan | None = None,
     ) -> TokenStream:
         from freetoken_runtime import SamplingParams
 
@@ -183,6 +184,7 @@ class LocalModel:
             anchors=anchors,
             anchor_after=anchor_after,
             on_progress=on_progress,
+            announced=announced,
         )
 
     def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:

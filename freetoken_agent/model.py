@@ -149,10 +149,12 @@ class Model(Protocol):
         anchors: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
+        announced: PathPlan | None = None,
     ) -> TokenStream:
         """Forward what is missing of `ids`, then sample. `anchors`: positions to keep states at;
         `anchor_after`: ids after which generated text gets one; `on_progress(done, total)` counts
-        prefilled rows and is called from the engine's thread."""
+        prefilled rows and is called from the engine's thread. `announced`: the plan of `ids` that
+        was shown before; `usage.changed` says why it did not come true."""
 
     def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
         """Bring the state of `ids` up to date, the last row included."""

@@ -2,7 +2,7 @@
 """The synchronous core of a generation: one model call, pulled one batch of events at a time."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -12,8 +12,9 @@ from . import events, parsing
 from .draft import Draft
 from .events import GenerationEvent
 from .generate_options import GenerateOptions
-from .model import Model, PathUsage, TokenStream
-from .segments import FinishReason, Reply, ReusePlan, Segment, Usage
+from .model import Model, PathPlan, PathUsage, TokenStream
+from .progress import Progress
+from .segments import FinishReason, Reply, Segment, Usage
 
 if TYPE_CHECKING:
     from .session import Session
@@ -35,7 +36,7 @@ class ModelStep:
         self._options = options
         self._index = index
         self._draft: Draft | None = None
-        self._plan: ReusePlan | None = None
+        self._announced: PathPlan | None = None
         self._stream: TokenStream | None = None
         self._pending: parsing.SegmentDone | None = None
         self._segments: list[Segment] = []
@@ -44,7 +45,7 @@ class ModelStep:
         self._after_call = False
         self._stopped = False  # by a stop text, or by something else than a call after a call
         self._cancelled = threading.Event()
-        self.on_progress: Callable[[events.PrefillProgress], None] | None = None
+        self.progress = Progress()
         self.started = False
         self.finished = False
         self.reply: Reply | None = None
@@ -67,6 +68,15 @@ class ModelStep:
             self._fail()
             raise
 
+    def prefilled(self) -> events.PrefillProgress | None:
+        """How far the prompt has come, once for each change. For the reader's thread, also while
+        `advance` works in another."""
+        newest, draft = self.progress.take(), self._draft
+        if newest is None or draft is None:
+            return None
+        done, total = newest
+        return events.PrefillProgress(**self._place(draft), done_tokens=done, total_tokens=total)
+
     def cancel(self) -> None:
         """End between two tokens. Thread-safe."""
         self._cancelled.set()
@@ -76,15 +86,17 @@ class ModelStep:
 
     def close(self) -> None:
         """End now: keep what was read, drop what the model has sampled beyond it, release the
-        branch. Does nothing once finished, or before the start."""
+        branch. Before the start: never begin. Does nothing once finished."""
         draft, stream = self._draft, self._stream
         if self.finished or draft is None:
+            self.finished = True
             return
         self.cancel()
         try:
             if stream is not None:
                 stream.close()
-            self._finish(draft, "cancelled", PathUsage(0, 0, 0) if stream is None else stream.usage)
+            usage = _nothing_forwarded(draft) if stream is None else stream.usage
+            self._finish(draft, "cancelled", usage)
         except BaseException:
             self._fail()
             raise
@@ -96,8 +108,8 @@ class ModelStep:
         self._parser = parsing.StreamParser(
             draft.model.format, draft.model.tokenizer, kind=draft.kind, after=draft.ids
         )
-        self._plan = draft.plan()
-        return [events.PlanReady(**self._place(draft), plan=self._plan)]
+        plan, self._announced = draft.plan()
+        return [events.PlanReady(**self._place(draft), plan=plan)]
 
     def _start(self, draft: Draft) -> TokenStream:
         ends = draft.model.format.closers | draft.model.tokenizer.stop_ids
@@ -108,7 +120,8 @@ class ModelStep:
             replace(sampling, stop_ids=self._stops),
             anchors=draft.anchors,
             anchor_after=ends | segment_enders(draft.model),
-            on_progress=self._report_progress,
+            on_progress=self.progress.report,
+            announced=self._announced,
         )
         self._stream = stream
         if self._cancelled.is_set():  # a cancel that came while the stream was being made
@@ -119,7 +132,7 @@ class ModelStep:
         draft = self._draft
         assert draft is not None
         if self._stream is None and self._cancelled.is_set():
-            return self._finish(draft, "cancelled", PathUsage(0, 0, 0))
+            return self._finish(draft, "cancelled", _nothing_forwarded(draft))
         stream = self._stream or self._start(draft)
         token = None if self._stopped else next(stream, None)
         if token is None:
@@ -231,30 +244,16 @@ class ModelStep:
             calls=calls,
             segments=tuple(self._segments),
             finish_reason=finish,
-            usage=usage_of(
-                replace(usage, changed=usage.changed or self._surprise(usage)),
-                thinking_tokens=sum(t.num_tokens for t in thoughts),
-            ),
+            usage=usage_of(usage, thinking_tokens=sum(t.num_tokens for t in thoughts)),
         )
-
-    def _surprise(self, usage: PathUsage) -> str | None:
-        """Why the announced plan did not come true, where the model's own plan, made later, did."""
-        plan = self._plan
-        if plan is None or not usage.input_tokens or usage.reused_tokens == plan.reused_tokens:
-            return None
-        gained = usage.reused_tokens - plan.reused_tokens
-        if gained > 0:
-            return f"another request computed {gained} tokens of the path"
-        return f"{-gained} tokens were lost since the plan was made"
-
-    def _report_progress(self, done: int, total: int) -> None:
-        report, draft = self.on_progress, self._draft
-        if report is not None and draft is not None:
-            place = self._place(draft)
-            report(events.PrefillProgress(**place, done_tokens=done, total_tokens=total))
 
     def _place(self, draft: Draft) -> events.Place:
         return {"session": draft.session, "branch": draft.branch, "step": self._index}
+
+
+def _nothing_forwarded(draft: Draft) -> PathUsage:
+    """The usage of a request that the model never got."""
+    return PathUsage(len(draft.ids), 0, 0)
 
 
 def _is_of_call(event: parsing.ParseEvent) -> bool:

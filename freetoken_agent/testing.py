@@ -134,10 +134,12 @@ class ScriptedStream:
         request: Request,
         output: Sequence[Emitted],
         on_progress: Callable[[int, int], None] | None,
+        announced: PathPlan | None,
     ) -> None:
         self._model = model
         self._request = request
         self._on_progress = on_progress
+        self._announced = announced
         self._output = list(output)
         self._sampled: list[int] = []
         self._done = False
@@ -151,7 +153,8 @@ class ScriptedStream:
     def __next__(self) -> ScriptedToken:
         if not self._started:
             self._started = True
-            self.usage = self._model._prefill(self._request, self._on_progress)
+            usage = self._model._prefill(self._request, self._on_progress)
+            self.usage = replace(usage, changed=_difference(self._announced, usage))
         if self._done:
             raise StopIteration
         if not self._output:
@@ -249,6 +252,7 @@ class ScriptedModel:
         anchors: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
+        announced: PathPlan | None = None,
     ) -> ScriptedStream:
         with self._lock:
             self._check(ids)
@@ -263,7 +267,8 @@ class ScriptedModel:
             step = self._script.pop(0)
         if callable(step):
             step = step(request)
-        return ScriptedStream(self, request, [*sampling.force, *self.emit(step)], on_progress)
+        output = [*sampling.force, *self.emit(step)]
+        return ScriptedStream(self, request, output, on_progress, announced)
 
     def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
         with self._lock:
@@ -363,3 +368,11 @@ class ScriptedModel:
         gap = self.format.layout([*items, follow], start=len(items))[0].gap_ids
         ends = [i for i, token in enumerate(gap) if token in self.format.closers]
         return list(gap[: ends[0] + 1]) if ends else []
+
+
+def _difference(announced: PathPlan | None, usage: PathUsage) -> str | None:
+    """Why an announced plan did not come true, in the engine's words."""
+    gained = 0 if announced is None else usage.reused_tokens - announced.reused_tokens
+    if gained > 0:
+        return f"another request computed {gained} tokens of the path"
+    return f"{-gained} tokens were lost: evicted" if gained else None

@@ -22,7 +22,7 @@ from freetoken_storage.records import Snapshots
 
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
 from .contention import ThreadGovernor, apart
-from .errors import InvalidAnchors, InvalidConfig
+from .errors import InvalidAnchors, InvalidConfig, InvalidIds
 from .generation import Generation
 from .memory import MemoryBudget, return_freed_memory
 from .owner import Owner
@@ -241,13 +241,16 @@ class Engine:
         anchors: Sequence[int] = (),
         anchor_after: frozenset[int] | set[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
+        announced: ReusePlan | None = None,
     ) -> Generation:
         """Forward what is missing of `ids`, then sample. Returns at once; iterate over the result.
 
         `anchors`: positions of `ids` to keep the hidden row of; `anchor_after`: ids after which
         generated text gets one. `on_progress(done, total)` counts prefilled rows, in the engine's
-        thread. Ends with "length" at the context limit, whatever `max_tokens`. InvalidIds,
-        InvalidAnchors, InvalidSampling, ContextOverflow, EngineClosed.
+        thread. `announced`: what `plan` said of `ids` earlier, so that it is not asked again;
+        `usage.changed` names what came in between. Ends with "length" at the context limit,
+        whatever `max_tokens`. InvalidIds, InvalidAnchors, InvalidSampling, ContextOverflow,
+        EngineClosed.
         """
         sampling.check_ids(self._model.spec.vocab_size)
         path = self._check(ids)
@@ -258,7 +261,7 @@ class Engine:
             anchor_after=check_ids("anchor_after", anchor_after),
             on_progress=on_progress,
         )
-        return Generation(self._submit(request).stream)
+        return Generation(self._submit(request, announced).stream)
 
     def warm(self, ids: Sequence[int] | Ids, *, anchors: Sequence[int] = ()) -> Usage:
         """Bring the state of `ids` up to date, the last row included. Blocks."""
@@ -350,12 +353,21 @@ class Engine:
             predicted_s=predicted_s,
         )
 
-    def _submit(self, request: Request) -> Task:
+    def _submit(self, request: Request, announced: ReusePlan | None = None) -> Task:
+        total = len(request.ids)
         if request.cold:
-            total = len(request.ids)
             plan = ReusePlan(total, 0, total, "none", None, None, 0.0)
-        else:
+        elif announced is None:
             plan = self._plan(request.ids)
+        elif announced.input_tokens == total:
+            plan = announced
+        else:
+            raise InvalidIds(
+                "the announced plan is another path's",
+                value=f"{total} tokens",
+                limit=f"{announced.input_tokens} tokens planned",
+                remedy="pass what plan() says of these ids",
+            )
         return self._owner.submit(request, plan)
 
     def _check(self, ids: Sequence[int] | Ids) -> Ids:

@@ -19,20 +19,24 @@ class Token:
 
 @dataclass(frozen=True)
 class PathMiss:
-    """Why a plan reuses no more. `position`: the first token that could not be reused; `tokens`:
-    how many are forwarded because of it. `cause` is one of
+    """Why a plan reuses no more. `position`: the first token that is not known, or the last one of
+    a path that is; `tokens`: how many are forwarded because of it. `gap`: how many of these an
+    anchor at `position` would have saved; `dropped`: the deepest anchor among them that was there
+    and gave way to the memory budget. `cause` is one of
 
     different_ids      a known path goes on with other ids
     never_computed     nothing known goes on from here
     evicted            it was known and gave way to other states
     damaged            it was stored and failed its checksum
-    no_anchor          the rows are known, the hidden row that answers without a forward is not
+    no_anchor          all rows are known, the state at their end is not
     fingerprint:<part> the store holds it for a model that differs in <part>
     """
 
     position: int
     cause: str
     tokens: int
+    gap: int = 0
+    dropped: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class ReusePlan:
 
 @dataclass(frozen=True)
 class Usage:
-    """What happened. `prefill_tokens` is counted by the runner from rows it really forwarded."""
+    """What happened. `prefill_tokens` is counted by the runner from rows it really forwarded.
+    `input_tokens == reused_tokens + prefill_tokens + unforwarded_tokens`."""
 
     input_tokens: int
     reused_tokens: int
@@ -59,6 +64,11 @@ class Usage:
     ttft_s: float = 0.0
     decode_s: float = 0.0
     changed: str | None = None  # what ran between the plan and the forward pass, if it mattered
+
+    @property
+    def unforwarded_tokens(self) -> int:
+        """Rows of the path that a cancel or an error left out; 0 once a token was sampled."""
+        return self.input_tokens - self.reused_tokens - self.prefill_tokens
 
 
 @dataclass(frozen=True)

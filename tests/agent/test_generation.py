@@ -161,8 +161,11 @@ async def test_s11_cancel_at_every_event_then_prompt_again(begin: Begin, pulls: 
     assert isinstance(last, ReplyFinished)
     assert generation.reply == last.reply
     assert last.reply.finish_reason in ("cancelled", "tool_calls")
-    usage = last.reply.usage
-    assert usage.reused_tokens + usage.prefill_tokens == usage.input_tokens
+    usage, begun = last.reply.usage, bool(scripted(session).requests)
+    assert usage.input_tokens == usage.reused_tokens + usage.prefill_tokens + (
+        0 if begun else usage.unforwarded_tokens
+    )
+    assert begun or usage.input_tokens == usage.unforwarded_tokens > 0
     if last.reply.segments:
         written = session.ids()[len(scripted(session).requests[0].ids) :]
         assert written == said[: len(written)]
