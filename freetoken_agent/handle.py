@@ -3,9 +3,9 @@
 holds back. `session.Session` is the API in front of it."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from freetoken_storage.records import Sessions, Snapshots
@@ -19,7 +19,7 @@ from .items import ASSISTANT_KINDS
 from .layout import Layout
 from .model import Model
 from .pairing import open_calls
-from .path import Body, Path, settled
+from .path import Body, Path, Place, settled
 from .segments import Edit, ReusePlan, Segment
 
 if TYPE_CHECKING:
@@ -140,6 +140,9 @@ class Handle:
         inside = None if batch is None else batch.dropped.get(segment)
         return inside or self._dropped.get(segment)
 
+    def forget_dropped(self, segment: str) -> None:
+        self._dropped.pop(segment, None)
+
     def writable(self) -> tuple[Model, Layout]:
         """SessionReadOnly or SessionBusy unless the branch may be edited."""
         model, layout = self.bound()
@@ -202,7 +205,8 @@ class Handle:
             yield batch
             with self.lock:
                 self._batch = None
-                after = settled(self.branch.path, batch.path.places, batch.path.tail)
+                places = [_replacing_stored(p, batch.dropped) for p in batch.path.places]
+                after = settled(self.branch.path, places, batch.path.tail)
                 batch.edit = self.edit(label or "batch", lambda _, __: after)
                 self._dropped.update(batch.dropped)
         finally:
@@ -243,6 +247,16 @@ class Handle:
         log_id = self.branch.commit(after, label)
         self.refresh_pins()
         return log_id
+
+
+def _replacing_stored(place: Place, dropped: Mapping[str, Body]) -> Place:
+    """A place whose segment replaces what is stored, not what the batch passed through."""
+    replaced = place.body.replaces
+    while replaced is not None and replaced in dropped:
+        replaced = dropped[replaced].replaces
+    if replaced == place.body.replaces:
+        return place
+    return replace(place, body=replace(place.body, replaces=replaced))
 
 
 def describe(before: Path, after: Path, plan: ReusePlan) -> Edit:

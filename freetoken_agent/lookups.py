@@ -2,6 +2,7 @@
 """Finding segments by id: on the path, or anywhere in the session; and why one is not there."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from freetoken_storage.errors import InvalidName
 from freetoken_storage.records import SegmentRecord
@@ -46,12 +47,13 @@ def place_of(handle: Handle, path: Path, segment: Segment | str) -> int:
     if index is not None:
         return index
     body = body_of(handle.context, name) or handle.dropped(name)
-    if body is not None and body.origin in path.origins:
-        current = views.segments(path, [path.origins[body.origin]])[0]
+    if name in path.origins or (body is not None and body.origin in path.origins):
+        origin = name if body is None else body.origin
+        current = views.segments(path, [path.origins[origin]])[0]
         raise SegmentReplaced(
             "the segment was replaced on this path", segment=name, current=current
         )
-    raise _missing(handle, name, body)
+    raise missing(handle, name, body)
 
 
 def call_of(handle: Handle, path: Path, call: Segment | str) -> int:
@@ -81,14 +83,19 @@ def _stored(context: Context, name: str) -> SegmentRecord | None:
 
 
 def known_body(handle: Handle, segment: Segment | str) -> Body:
-    """Any segment of the session. SegmentNotFound if it is unknown or purged."""
+    """Any segment of the session, also one that a batch of this handle made and removed. Of an
+    origin that was never stored, as a batch replaced it, the oldest version. SegmentNotFound if it
+    is unknown or purged."""
     name = id_of(segment)
     on_path = handle.path.index.get(name)
     if on_path is not None:
         return handle.path.places[on_path].body
-    body = body_of(handle.context, name)
+    body = body_of(handle.context, name) or handle.dropped(name)
+    if body is None and _stored(handle.context, name) is None:
+        line = (other for other in all_bodies(handle.context) if other.origin == name)
+        body = next(line, None)
     if body is None:
-        raise _missing(handle, name, None)
+        raise missing(handle, name, None)
     return body
 
 
@@ -126,7 +133,8 @@ def ancestors(parents: dict[int, int], node: int) -> set[int]:
     return seen
 
 
-def _missing(handle: Handle, name: str, body: Body | None) -> SegmentNotFound:
+def missing(handle: Handle, name: str, body: Body | None) -> SegmentNotFound:
+    """The error that says why a segment is not on the path."""
     reason = _reason(handle, name, body)
     said = {
         "deleted": "the segment was deleted on this branch",
@@ -154,7 +162,15 @@ def _was_on(branch: Branch, context: Context, nodes: Sequence[int]) -> bool:
     return any(wanted & ancestors(parents, head.node) for head in branch.past_heads())
 
 
-def place_in_tree(context: Context, branch: Branch, body: Body) -> Path | None:
-    """The path to the newest node that holds the segment; None if a purge left none."""
-    nodes = nodes_by_segment(context).get(body.id)
-    return branch.path_to(nodes[-1]) if nodes else None
+def path_to(handle: Handle, path: Path, body: Body) -> Path:
+    """The path up to a segment: on this one, else to the newest node that holds it; for what a
+    batch passed through, on this one in the place of its version here. SegmentNotFound."""
+    if body.id in path.index:
+        return path.cut(path.index[body.id] + 1)
+    nodes = nodes_by_segment(handle.context).get(body.id)
+    if nodes:
+        return handle.branch.path_to(nodes[-1])
+    if body.origin not in path.origins:
+        raise missing(handle, body.id, body)
+    cut = path.cut(path.origins[body.origin] + 1)
+    return Path((*cut.places[:-1], replace(cut.places[-1], body=body, node=None)), cut.tail)

@@ -49,6 +49,7 @@ def purge_sync(handle: Handle, segment: Segment | str) -> PurgeReport:
                 continue
             for gone in removal.scrub.segment_ids:
                 handle.context.bodies.pop(gone, None)
+                handle.forget_dropped(gone)
             handle.branch.reload()
             break
     needles = holders.Needles(removal.body)

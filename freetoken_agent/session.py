@@ -13,7 +13,6 @@ from freetoken_storage.records import MAIN
 
 from . import edits, forks, generation, lookups, purging
 from .branch import Branch
-from .codec import BranchBody, pack_branch
 from .draft import Draft
 from .errors import InvalidEdit, PairingError
 from .generate_options import GenerateKwargs
@@ -241,24 +240,12 @@ class Session(SessionReader):
         """A new branch from the head, or from behind `at`, or from before `before`. Nothing is
         copied. Legal during a generation, and at an open call."""
         handle = self._handle
-        handle.bound()
+        _, layout = handle.bound()
         handle.outside_batch("fork()")
         path = handle.branch.path
-        length = len(path.places)
         if at is not None or before is not None:
-            length = self._position(path, after=at, before=before)
-        if 0 < length < path.preamble_length:
-            raise InvalidEdit("a path cannot end inside its preamble", value=length)
-        cut = path.cut(length)
-        node = cut.places[-1].node if cut.places else 0
-        assert node is not None, "a branch's own path is committed"
-        sessions, body = handle.context.sessions, pack_branch(BranchBody(cut.tail))
-        if name is None:
-            record = forks.create_named(sessions, self.name, "fork", head=node, body=body)
-        else:
-            record = sessions.create_branch(self.name, name, head=node, body=body)
-        branch = Branch(sessions, self.name, record, handle.context.bodies, cut)
-        return Session(handle.context, branch)
+            path = edits.cut(layout, path, self._position(path, after=at, before=before))
+        return Session(handle.context, forks.fork(handle.context, path, name))
 
     def open_branch(self, name: str) -> "Session":
         """A handle on another branch. BranchNotFound."""

@@ -194,9 +194,7 @@ class SessionReader:
                 branch = Branch.load(context.sessions, self.name, other, context.bodies)
                 return views.diff(path, branch.path)
         body = lookups.known_body(self._handle, other)
-        there = lookups.place_in_tree(context, self._handle.branch, body)
-        if there is None or body.id in path.index:
-            there = path.cut(path.index[body.id] + 1)
+        there = lookups.path_to(self._handle, path, body)
         if body.origin in path.origins:
             path = path.cut(path.origins[body.origin] + 1)
         return views.diff(path, there)

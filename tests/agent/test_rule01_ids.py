@@ -132,6 +132,64 @@ def test_rule01_a_segment_deleted_inside_a_batch_was_deleted(session: Session) -
         assert error.value.reason == "deleted"
 
 
+async def test_rule01_ids_that_a_batch_replaced_again_are_ids_of_the_session(
+    session: Session,
+) -> None:
+    """Oracle: the versions that were stored, which know nothing of what the batch passed through;
+    the same through another handle as far as it can know the id."""
+    user = session.append("user", "a")
+    with session.batch():
+        second = session.replace(user, "b").added[0]
+        third = session.replace(second, "c").added[0]
+        last = session.replace(third, "d").added[0]
+        fresh = session.append("assistant", "x")
+        newer = session.replace(fresh, "y").added[0]
+    other = session._handle.context.store.open("s", session.model)
+    for lost in (second, third):
+        assert [v.id for v in session.versions(lost)] == [user.id, last.id]
+        assert [v.id for v in session.find(origin=lost)] == [last.id]
+        with pytest.raises(SegmentReplaced) as replaced:
+            session.delete(lost)
+        assert replaced.value.current.id == last.id
+    for handle in (session, other):
+        stored = {s.id: s for s in handle.path()}
+        assert stored[last.id].replaces == user.id
+        assert (stored[newer.id].origin, stored[newer.id].replaces) == (fresh.id, None)
+        assert [v.id for v in handle.versions(stored[newer.id].origin)] == [newer.id]
+        assert handle.find(origin=fresh) == [stored[newer.id]]
+        with pytest.raises(SegmentReplaced):
+            handle.delete(fresh)
+    found = session.diff(third)  # what the path was: up to here
+    assert [(a.id, b.id) for a, b in found.replaced] == [(last.id, third.id)]
+    with pytest.raises(SegmentNotFound) as missing:
+        other.versions(third)
+    assert missing.value.reason == "unknown"
+    report = await session.purge(third)
+    assert (report.num_nodes, report.segments) == (0, (third.id,))
+    with pytest.raises(SegmentNotFound) as missing:
+        session.versions(third)
+    assert missing.value.reason == "purged"
+    session.undo()
+    with pytest.raises(SegmentNotFound) as missing:
+        session.delete(fresh)
+    assert missing.value.reason == "deleted"
+    with pytest.raises(SegmentNotFound) as missing:
+        session.diff(fresh)
+    assert missing.value.reason == "deleted"
+
+
+async def test_rule01_a_purge_reaches_edits_through_what_a_batch_passed(session: Session) -> None:
+    """Oracle: the meta data that the last version inherited through a version never stored."""
+    user = session.append("user", "a", meta={"raw": "secret"})
+    with session.batch():
+        session.replace(session.replace(user, "b").added[0], "c")
+    last = session.path()[-1]
+    assert last.meta == {"raw": "secret"}
+    report = await session.purge(user)
+    assert report.cleared_segments == (last.id,)
+    assert session.path()[-1].meta == {}
+
+
 def test_rule01_undo_and_redo_revive_ids_and_an_edit_drops_the_redo(session: Session) -> None:
     """Oracle: the recorded paths."""
     user = session.append("user", "a")

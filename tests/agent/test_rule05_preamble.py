@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -133,8 +134,6 @@ def test_rule05_nothing_goes_inside_or_before_the_preamble(store: Store) -> None
     for place in (system, tools):
         with pytest.raises(InvalidEdit):
             session.insert(before=place, kind="user", content="x")
-    with pytest.raises(InvalidEdit):
-        session.fork(at=system)
     with pytest.raises(InvalidEdit):
         session.replace(tools, "[]")
     session.delete(tools)
@@ -278,3 +277,33 @@ def test_rule15_the_report_names_the_fallbacks(store: Store) -> None:
     assert "<think>\nhm\n</think>\n\n" in text
     assert '<tool_call>\n{"name": "ls", "arguments": {"p": "/"}}\n</tool_call>' in text
     assert "<|im_start|>user\n<tool_response>\na\n</tool_response>" in text + "\n</tool_response>"
+
+
+@pytest.mark.parametrize("at", ["system", "tools"])
+def test_rule04_a_fork_inside_the_preamble_is_what_a_rewind_there_is(
+    tmp_path: Path, at: str
+) -> None:
+    """Oracle: the ids of a session that was created with this part only, and of a rewind."""
+    with Store(tmp_path / "store") as store:
+        model = ScriptedModel()
+        session = store.create("s", model, system="sys", tools=[TOOL])
+        session.append("user", "a")
+        before = session.ids()
+        segment = session.find(kind=at)[0]
+        alone = store.create("alone", model, system="sys", tools=[TOOL] if at == "tools" else ())
+        fork = session.fork(at=segment, name="inside")
+        assert fork.ids() == alone.ids()
+        assert fork.path()[-1].id == segment.id
+        assert (fork.branch, session.ids()) == ("inside", before)
+        with pytest.raises(NothingToUndo):
+            fork.undo()
+        fork.append("user", "b")
+        fork.undo()
+        assert fork.ids() == alone.ids()
+        session.rewind(to=segment)
+        assert session.ids() == alone.ids()
+        auto = session.fork(before=session.path()[0])
+        assert (auto.ids(), auto.branch) == ([], "fork-1")
+    with Store(tmp_path / "store") as store:
+        reopened = store.open("s", model, branch="inside")
+        assert reopened.ids() == alone.ids()
