@@ -44,8 +44,8 @@ class PlanReady(_Event):
 
 
 class PrefillProgress(_Event):
-    """`done_tokens` of the plan's `prefill_tokens` have been forwarded. A reader slower than
-    the engine gets the newest count, not each; the last one comes before the first token."""
+    """`done_tokens` of the plan's `prefill_tokens` have been forwarded. Not every pass is
+    reported: ten a second, the newest count each time; the last comes before the first token."""
 
     type: Literal["prefill_progress"] = "prefill_progress"
     done_tokens: int

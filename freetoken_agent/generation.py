@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_FIRST_LOOK_S = 0.005  # how soon a reader looks at the prompt's progress; then twice as long, up to
+_LOOK_EVERY_S = 0.1
 
 
 class GenerationUnfinished(FreetokenError):
@@ -71,6 +73,7 @@ class Generation:
         self._work: Future[list[GenerationEvent]] | None = None
         self._closing: Future[None] | None = None
         self._pulled = False  # a task waits for events
+        self._patience_s = _FIRST_LOOK_S
 
     def __aiter__(self) -> Self:
         return self
@@ -138,7 +141,6 @@ class Generation:
         loop, bell = asyncio.get_running_loop(), self._bell
         if bell is None:
             bell = self._bell = _Bell(loop)
-            self._step.progress.notify = bell.ring
         if bell.loop is loop and not self._pulled:
             return bell
         if bell.loop is loop:
@@ -160,8 +162,13 @@ class Generation:
     async def _pull(self, bell: "_Bell") -> None:
         """Wait for progress, or for the next batch of events."""
         if self._work is None:
+            self._patience_s = _FIRST_LOOK_S
             self._work = self._thread().submit(self._step.advance)
             self._work.add_done_callback(bell.ring)
+        look = None
+        if not self._step.prompt_done:
+            look = bell.loop.call_later(self._patience_s, bell.rung.set)
+            self._patience_s = min(2 * self._patience_s, _LOOK_EVERY_S)
         self._pulled = True
         try:
             await bell.rung.wait()
@@ -170,6 +177,8 @@ class Generation:
             raise
         finally:
             self._pulled = False
+            if look is not None:
+                look.cancel()
         bell.rung.clear()
         work = self._work
         done = work is not None and work.done()  # before the progress that precedes its events
