@@ -17,7 +17,7 @@ from typing import Self
 from . import keys, values
 from .budgets import DiskBudget
 from .compaction import is_pending, mark_pending, replace_file, sync_folder, unmark_pending
-from .disk_errors import translated
+from .disk_errors import shown, store_path, translated
 from .environment import LOCK_FILE, LmdbEnvironment, create_file
 from .errors import StorageError, StoreDamaged, StoreLocked, StoreReadOnly
 from .life import Life
@@ -55,7 +55,7 @@ class Database:
     ) -> None:
         """`disk_budget_bytes` counts both files; states are evicted to stay inside it, sessions
         never. `open_timeout_s`: how long to wait for a process that works on the store alone."""
-        self.path = Path(path)
+        self.path = store_path(path)
         self.read_only = read_only
         self.notices: list[str] = []
         self._gate = Gate()
@@ -82,7 +82,17 @@ class Database:
 
     def _prepare_folder(self) -> None:
         if self.path.exists() and not self.path.is_dir():
-            raise StoreDamaged("a store is a folder, this is a file", value=str(self.path))
+            raise StoreDamaged(
+                "a store is a folder, this is a file",
+                value=shown(str(self.path)),
+                remedy="name a folder",
+            )
+        if self.path.is_symlink() and not self.path.exists():
+            raise StorageError(
+                "the path of the store is a link that leads nowhere",
+                value=shown(str(self.path)),
+                remedy="remove the link, or create what it points to",
+            )
         if not self.read_only:
             self.path.mkdir(parents=True, exist_ok=True)
         elif not self.path.is_dir():
@@ -258,6 +268,6 @@ class Database:
 def _nothing_to_read(path: Path) -> StoreReadOnly:
     return StoreReadOnly(
         "there is no store to read, and a read-only opening makes none",
-        value=str(path),
+        value=shown(str(path)),
         remedy="create it first",
     )

@@ -4,6 +4,7 @@
 import os
 from dataclasses import dataclass, field
 
+from .disk_errors import store_path
 from .errors import StorageError
 from .worker import Report, WorkerKilled, run_worker
 
@@ -40,7 +41,7 @@ def verify_store(path: str | os.PathLike[str]) -> VerifyReport:
     counts = dict.fromkeys(COUNTS, 0)
     for kind in KINDS:
         try:
-            reports = run_worker("verify", os.fspath(path), kind)
+            reports = run_worker("verify", str(store_path(path)), kind)
         except WorkerKilled as killed:
             reports = [*killed.reports, {"fault": str(killed)}]
         except StorageError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from freetoken_storage import Database, MemoryDatabase
+from freetoken_storage import Database, MemoryDatabase, verify_store
 from freetoken_storage.errors import (
     FreetokenError,
     InvalidRecord,
@@ -434,3 +434,63 @@ def test_values_of_meta_survive(tmp_path: Path) -> None:
         )
         store.snapshots.put([Snapshot(digest("key"), None, {})])
         assert store.get_meta("key") == b"value"
+
+
+def nowhere(folder: Path) -> dict[str, str]:
+    """Paths at which no store can be, by what is wrong with them."""
+    (folder / "file").write_bytes(b"precious")
+    (folder / "dangling").symlink_to(folder / "absent")
+    (folder / "loop").symlink_to(folder / "loop")
+    return {
+        "empty": "",
+        "null byte": "\0",
+        "null byte inside": f"{folder}/a\0b",
+        "surrogate": f"{folder}/\ud800",
+        "parent is a file": f"{folder}/file/below",
+        "too long": f"{folder}/{'x' * 300}",
+        "much too long": f"{folder}/{'x/' * 4000}",
+        "dangling link": f"{folder}/dangling",
+        "loop of links": f"{folder}/loop",
+    }
+
+
+def test_paths_that_cannot_be_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: an error of the store's own tree that says what, the path and what to do, whichever
+    way it is opened; a report from `verify`; and the folder listing: nothing was made."""
+    monkeypatch.chdir(tmp_path)
+    paths = nowhere(tmp_path)
+    before = sorted(entry.name for entry in tmp_path.iterdir())
+    for wrong, path in paths.items():
+        for read_only in (False, True):
+            with pytest.raises(StorageError) as raised:
+                Database(path, read_only=read_only)
+            error = raised.value
+            assert error.what and error.remedy, f"{wrong}: {error}"
+            assert isinstance(error.value, str), f"{wrong}: {error}"
+            assert error.value.rstrip("…") in path, f"{wrong}: {error}"
+            assert len(str(error)) < 600
+        report = verify_store(path)
+        assert not report.ok and report.faults[0].what, wrong
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == before
+    Database(Path(".")).close()
+
+
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    """Oracle: the error's code, and that it names the folder and a remedy that could work."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o700)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+
+    def messages() -> str:
+        found = []
+        for path in (locked / "store", tmp_path / "new"):
+            for read_only in (False, True):
+                try:
+                    Database(path, read_only=read_only)
+                except StorageError as error:
+                    assert str(path.name) in str(error.value) and error.remedy
+                    found.append(error.code)
+        return " ".join(found)
+
+    assert as_nobody(messages) == " ".join(["store_read_only"] * 4)
