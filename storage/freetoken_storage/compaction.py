@@ -42,9 +42,9 @@ def keep_live_states(txn: Transaction) -> Keep:
             stored = load_record(txn, key[1:])
         except StoreDamaged:
             continue
-        if stored is not None:
-            stamps[key[1:]] = stored.stamp
-            blobs.add(stored.blob)
+        assert stored is not None, key
+        stamps[key[1:]] = stored.stamp
+        blobs.add(stored.blob)
 
     def keep(key: bytes) -> bool:
         kind = key[:1]
@@ -62,7 +62,7 @@ def keep_live_states(txn: Transaction) -> Keep:
 def rewrite(
     source: Environment, target: Environment, make_keep: Callable[[Transaction], Keep]
 ) -> None:
-    """Copy the living keys of `source` into the empty `target`, and sync it."""
+    """Copy the living keys of `source` into the empty `target`, whose commits are synced."""
     with source.read() as txn:
         keep = make_keep(txn)
         batch: list[tuple[bytes, bytes]] = []
@@ -76,7 +76,6 @@ def rewrite(
                 _write(target, batch)
                 batch, batch_bytes = [], 0
         _write(target, batch)
-    target.sync()
 
 
 def _write(target: Environment, batch: list[tuple[bytes, bytes]]) -> None:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Purged bytes leave the files. Oracle of every test: a search for a canary in all of them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import lmdb
 import pytest
 
-from freetoken_storage import Database
+from freetoken_storage import Database, keys
 from freetoken_storage.errors import StoreDamaged
+from freetoken_storage.pages import read_header
 from freetoken_storage.records import Changes, NewNode, Scrub, SegmentRecord, Snapshot
 from freetoken_storage.testing import digest, flip_bytes, read_back, snapshot
 
@@ -174,6 +177,7 @@ def test_a_damaged_file_is_not_replaced(tmp_path: Path) -> None:
             store.compact()
         assert file.read_bytes() == damaged
         assert (path / "scrub.pending").exists()
+        assert not (path / "sessions.new").exists(), "half a new file was left"
     with pytest.raises(StoreDamaged, match="sessions"):
         Database(path)
 
@@ -201,3 +205,85 @@ def test_compacting_drops_chunks_of_dead_writers(tmp_path: Path) -> None:
     with Database(path) as store:  # alone: swept at opening
         assert store.snapshots.size_bytes() <= clean_bytes + 40_960
         read_back(store, snapshot("keep", size_bytes=300_000))
+
+
+def test_compaction_reaches_the_disk_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: what lay in the folder at each sync of a folder. The marker is durable before the
+    first file is replaced, each file before the marker goes, and its going before `compact` says
+    that the bytes are gone; no descriptor stays open."""
+    path, seen = tmp_path / "store", []
+    really_sync = os.fsync
+
+    def inode(kind: str) -> int:
+        return (path / kind / "data.mdb").stat().st_ino
+
+    def sync(descriptor: int) -> None:
+        folder = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        marked = (path / "scrub.pending").exists()
+        seen.append((folder.name, marked, inode("sessions") != old[0], inode("states") != old[1]))
+        really_sync(descriptor)
+
+    with Database(path) as store:
+        plant(store)
+        old = inode("sessions"), inode("states")
+        keep = (
+            (path / "sessions" / "data.mdb").open("rb"),
+            (path / "states" / "data.mdb").open("rb"),
+        )
+        descriptors = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(os, "fsync", sync)
+        assert store.compact()
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        for file in keep:  # they held the old inodes, so that no new file could get one of them
+            file.close()
+    assert seen == [
+        ("store", True, False, False),
+        ("sessions", True, True, False),
+        ("states", True, True, True),
+        ("store", False, True, True),
+    ]
+
+
+def states_keys(path: Path) -> set[bytes]:
+    """Every key of the states, read with LMDB alone."""
+    with lmdb.open(str(path / "states"), readonly=True) as env, env.begin() as txn:
+        return {key for key, _ in txn.cursor()}
+
+
+def test_compacting_keeps_exactly_what_readable_records_lead_to(tmp_path: Path) -> None:
+    """Oracle: the keys, written out by hand: without the damaged record, its place among its
+    parent's children, its use and its chunks; a use and a chunk of nobody go, too."""
+    path = tmp_path / "store"
+    with Database(path) as store:
+        store.snapshots.put([snapshot("a", size_bytes=100_000), snapshot("b", "a", 200_000)])
+        store.snapshots.put([snapshot("c", "b", 100)])
+        store.snapshots.pin("owner", [digest("c")])
+    before = states_keys(path)
+    a, b, c = digest("a"), digest("b"), digest("c")
+    with lmdb.open(str(path / "states")) as env, env.begin(write=True) as txn:
+        txn.put(keys.record(b), b"garbage")
+        for stray in (keys.use(99, c), keys.use(98, b), keys.chunk(77, 0), keys.writing(77)):
+            txn.put(stray, b"stray")
+    with Database(path) as store:
+        assert store.compact()
+        assert store.snapshots.children(a) == [] and store.snapshots.children(b) == [c]
+        read_back(store, snapshot("a", size_bytes=100_000))
+        read_back(store, snapshot("c", "b", 100))
+        assert store.verify().ok
+    gone = {keys.record(b), keys.child(a, b), keys.use(2, b)}
+    gone |= {keys.chunk(2, index) for index in range(4)}
+    assert gone <= before and states_keys(path) == before - gone
+
+
+def test_compacting_copies_in_short_transactions(tmp_path: Path) -> None:
+    """Oracle: LMDB's count of the commits that made the new file, for 20 MiB in batches of 8."""
+    path = tmp_path / "store"
+    with Database(path) as store:
+        for i in range(20):
+            store.snapshots.put([snapshot(f"n{i}", size_bytes=1 << 20)])
+        assert store.compact()
+        assert 3 <= read_header(path / "states" / "data.mdb").txn_id <= 5
+        for i in range(20):
+            read_back(store, snapshot(f"n{i}", size_bytes=1 << 20))
