@@ -44,9 +44,9 @@ class Mamba2:
         spec, count = self.spec, len(rows)
         tail, state = buffers
         width, _, keys, _, heads = spec.part_widths
-        z, mixed, dt = torch.split(rows, (width, spec.channels, heads), 1)
+        z, mixed, dt = torch.split(rows, [width, spec.channels, heads], 1)
         convolved, tail = convolve(mixed, tail, self.taps, self.conv_bias)
-        x, b, c = torch.split(silu(convolved), (width, keys, keys), 1)
+        x, b, c = torch.split(silu(convolved), [width, keys, keys], 1)
         y, state = mamba2.scan(
             x.reshape(count, heads, spec.head_dim),
             dt,
