@@ -65,8 +65,15 @@ def _reader(format: str) -> Callable[[int, Mapping[str, Any]], Iterator[Item]]:
     return readers[format]
 
 
-def _invalid(index: int, what: str, value: object = None) -> InvalidMessages:
-    return InvalidMessages(f"message {index}: {what}", value=value)
+def _invalid(
+    index: int,
+    what: str,
+    value: object = None,
+    *,
+    limit: str | None = None,
+    remedy: str | None = None,
+) -> InvalidMessages:
+    return InvalidMessages(f"message {index}: {what}", value=value, limit=limit, remedy=remedy)
 
 
 def _joined(items: Iterable[Item]) -> Iterator[Item]:
@@ -237,6 +244,13 @@ def turn_groups(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 # Anthropic
 
+_BLOCKS = {"thinking": "thinking", "text": "text", "tool_call": "tool_use"}
+_LATER = {"thinking": ("text", "tool_call"), "text": ("tool_call",)}  # what may not precede
+_REMEDIES = {
+    "text": "put the thought first, or begin another assistant message with it",
+    "tool_call": "put it before the calls, or into a message behind their results",
+}
+
 
 def _read_anthropic(index: int, message: Mapping[str, Any]) -> Iterator[Item]:
     role, content = message.get("role"), message.get("content")
@@ -255,16 +269,24 @@ def _read_anthropic(index: int, message: Mapping[str, Any]) -> Iterator[Item]:
 
 
 def _blocks(index: int, role: str, blocks: Sequence[Any]) -> Iterator[Item]:
-    """Adjacent text blocks are one text; so are adjacent thoughts."""
+    """Adjacent text blocks are one text; so are adjacent thoughts. InvalidMessages unless the kinds
+    come in the order that templates have for them: thought, text, calls."""
     pending: Item | None = None
-    seen: set[str] = set()
+    seen: dict[str, None] = {}  # in order
     for block in blocks:
         item = _block(index, role, block)
         if item.kind == "tool_result" and "user" in seen:
-            raise _invalid(index, "tool results must come before text")
-        if item.kind in ("text", "thinking") and "tool_call" in seen:
-            raise _invalid(index, f"a {item.kind} after a tool_use in one message")
-        seen.add(item.kind)
+            raise _invalid(index, "tool results must come before text", remedy="put the text last")
+        for later in _LATER.get(item.kind, ()):
+            if later in seen:
+                raise _invalid(
+                    index,
+                    f"a {item.kind} block after a {_BLOCKS[later]} block in one message",
+                    value=[_BLOCKS[kind] for kind in (*seen, item.kind)],
+                    limit="thinking, then text, then tool_use",
+                    remedy=_REMEDIES[later],
+                )
+        seen[item.kind] = None
         if pending is not None and pending.kind == item.kind and item.call_id is None:
             pending = replace(pending, text=pending.text + item.text)
             continue

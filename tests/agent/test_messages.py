@@ -243,6 +243,23 @@ def test_parts_that_are_not_text_are_refused(
         ),
         (
             "anthropic",
+            {"role": "assistant", "content": [text("a"), {"type": "thinking", "thinking": "b"}]},
+            "a thinking block after a text block",
+        ),
+        (
+            "anthropic",
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "a"},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+                    {"type": "thinking", "thinking": "b"},
+                ],
+            },
+            "after a tool_use .*'thinking', 'tool_use', 'thinking'.*behind their results",
+        ),
+        (
+            "anthropic",
             {"role": "user", "content": [text("x"), {"type": "tool_result", "tool_use_id": "c"}]},
             "before text",
         ),

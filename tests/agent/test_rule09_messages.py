@@ -168,6 +168,33 @@ def test_rule09_bad_lists_change_nothing(session: Session) -> None:
     assert session.version == version
 
 
+def test_rule09_a_thought_after_a_text_is_refused_with_a_remedy_that_works(
+    session: Session,
+) -> None:
+    """Oracle: the same blocks sent as the error says; both of its ways are accepted whole."""
+    text = {"type": "text", "text": "first"}
+    thought = {"type": "thinking", "thinking": "hm"}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    user = {"role": "user", "content": "go"}
+    before = session.ids()
+    with pytest.raises(InvalidMessages, match="message 1: a thinking block after a text") as error:
+        session.append_messages(
+            [user, {"role": "assistant", "content": [text, thought, use]}], "anthropic"
+        )
+    assert error.value.remedy == "put the thought first, or begin another assistant message with it"
+    assert session.ids() == before
+    session.append_messages(
+        [user, {"role": "assistant", "content": [thought, text, use]}], "anthropic"
+    )
+    assert [s.kind for s in session.path()[2:]] == ["thinking", "text", "tool_call"]
+    session.undo()
+    split = [{"role": "assistant", "content": blocks} for blocks in ([text], [thought, use])]
+    session.append_messages([user, *split], "anthropic")
+    assert [s.kind for s in session.path()[2:]] == ["text", "thinking", "tool_call"]
+    assert [m["role"] for m in session.to_messages("anthropic")[2:]] == ["assistant", "assistant"]
+    assert not session.sync_messages(session.to_messages("anthropic"), "anthropic")
+
+
 def test_rule09_two_assistant_messages_stay_two(session: Session) -> None:
     """Oracle: the list given is the list that comes out."""
     messages = [
