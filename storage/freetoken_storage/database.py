@@ -94,7 +94,11 @@ class Database:
                 remedy="remove the link, or create what it points to",
             )
         if not self.read_only:
+            missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
+            for folder in missing:
+                with suppress(PermissionError):  # a folder that may be written, but not read
+                    sync_folder(folder.parent)
         elif not self.path.is_dir():
             raise _nothing_to_read(self.path)
 
@@ -176,6 +180,7 @@ class Database:
         environment = LmdbEnvironment(temporary, Gate(), read_only=False)
         upgrade(environment, form, alone=True)
         environment.close()
+        sync_folder(temporary)
         temporary.rename(folder)
         sync_folder(self.path)
 

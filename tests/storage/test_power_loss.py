@@ -7,6 +7,7 @@ wait. So the file after commit k, with a random part of what commit k + 1 wrote 
 open as commit k; with all of it, as commit k + 1.
 """
 
+import os
 import random
 import subprocess
 import sys
@@ -240,3 +241,46 @@ def test_power_loss_while_states_are_written(tmp_path: Path) -> None:
             checked += 1
     assert checked > 15
     assert verify_store(path).ok
+
+
+def test_a_new_store_reaches_the_disk_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: which folders were synced, in order, by the time the store is open. A file whose
+    folder is not synced may be gone after a power loss, however often the file was: every new entry
+    is followed by a sync of the folder it is in, and a database's own before it gets its name."""
+    synced: list[str] = []
+    really_sync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    path = tmp_path / "deep" / "store"
+    Database(path).close()
+    databases = ["deep/store/sessions.new", "deep/store", "deep/store/states.new", "deep/store"]
+    assert synced == ["deep", ".", *databases]
+    synced.clear()
+    Database(path).close()
+    assert synced == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_store_in_a_folder_that_only_takes_entries(tmp_path: Path) -> None:
+    """Oracle: such a folder cannot be synced, and that must not keep a store from being made."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become another user")
+    (tmp_path / "inbox").mkdir()
+    (tmp_path / "inbox").chmod(0o733)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    child = subprocess.run(
+        [sys.executable, "-c", "import sys; from freetoken_storage import Database\n"
+         "import os; os.setgid(65534); os.setuid(65534)\n"
+         "with Database(sys.argv[1]) as store: store.sessions.create('s', b'')\n",
+         str(tmp_path / "inbox" / "store")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
