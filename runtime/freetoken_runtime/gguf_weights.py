@@ -24,7 +24,7 @@ from .spec import MAX_LAYERS, LayerSpec, ModelSpec
 from .specs.attention import AttentionSpec
 from .specs.mlp import MlpSpec
 from .specs.rope import FactorScaling, LinearScaling, RopeScaling, RopeSpec
-from .weight_source import Groups, WeightSource
+from .weight_source import Groups, Stored, WeightSource
 
 _MODULES = {
     "embedding": "token_embd",
@@ -55,7 +55,9 @@ class GgufFile(WeightSource):
         self._tensors = header.tensors
         self._bytes = np.memmap(file, np.uint8, "r")
         spec = _read_spec(file, header, self._bytes)
-        super().__init__(file, spec, {name: _gguf_name(name) for name in spec.parameter_shapes()})
+        shapes = spec.parameter_shapes()
+        names = {name: ((Stored(_gguf_name(name), shape),),) for name, shape in shapes.items()}
+        super().__init__(file, spec, names)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -77,8 +79,8 @@ class GgufFile(WeightSource):
     def _stored_shape(self, stored: str) -> tuple[int, ...]:
         return self._tensors[stored].shape
 
-    def _read(self, name: str, stored: str) -> torch.Tensor:
-        info = self._tensors[stored]
+    def _read(self, name: str, stored: Stored) -> torch.Tensor:
+        info = self._tensors[stored.tensor]
         weights = _dequantise(info, _stored_bytes(self._bytes, info))
         order = self._row_order(name)
         return weights if order is None else weights[order]

@@ -6,7 +6,8 @@ Files are mapped, tensors copied out of the mapping one at a time.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,32 @@ from .errors import (
     WeightsMismatch,
     WeightsNotFound,
 )
-from .models.registry import family_of
-from .weight_source import WeightSource
+from .models.registry import read_family
+from .weight_source import Names, Stored, WeightSource
 
 INDEX_NAME = "model.safetensors.index.json"
-_SKIPPABLE = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that the spec's rope replaces
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TIED_HEAD = "lm_head.weight"
+_REPLACED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that the spec's rope replaces
+# What of a larger model the text part does without; anything else unused is an error.
+_SKIPPABLE = {
+    "vision": re.compile(
+        r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|embed_vision"
+        r"|multi_modal_projector|patch_merger)\."
+    ),
+    "audio": re.compile(r"(model\.)?(audio_tower|audio_model|audio_encoder|embed_audio)\."),
+    "multi-token prediction": re.compile(r"(model\.)?mtp\."),
+}
+_LAYER = re.compile(
+    r"(?:language_model\.)?(?:model|backbone)\.(?:language_model\.)?layers\.(\d+)\."
+)
 
 
 class SafetensorsFolder(WeightSource):
     """Weights of a folder. Errors name the file: WeightsNotFound, WeightsDamaged."""
 
     def __init__(self, folder: Path) -> None:
-        config = read_config(folder)
-        family = family_of(config.get("model_type"))
-        spec = family.read(config)
-        super().__init__(folder, spec, family.names(spec))
+        family, spec = read_family(read_config(folder))
         self._files = _shards(folder)
         self._handles: dict[str, Any] = {}  # tensor -> the open file that holds it
         for file in self._files:
@@ -45,42 +55,78 @@ class SafetensorsFolder(WeightSource):
                 if tensor in self._handles:
                     raise WeightsMismatch(f"tensor {tensor!r} is stored twice", value=str(file))
                 self._handles[tensor] = handle
-        self._drop_copy_of_tied_head()
+        place = _text_prefix(self._handles)
+        names = family.names(spec)
+        super().__init__(folder, spec, names if place is None else _placed(names, place))
+        self._drop_what_the_text_part_lacks()
+        if spec.tied_head:
+            self._drop_copy_of_tied_head(_TIED_HEAD if place is None else place(_TIED_HEAD))
 
     @property
     def files(self) -> Sequence[Path]:
         return self._files
 
     def _stored_names(self) -> set[str]:
-        return {name for name in self._handles if not _SKIPPABLE.search(name)}
+        return set(self._handles)
 
     def _stored_shape(self, stored: str) -> tuple[int, ...]:
         return tuple(self._handles[stored].get_slice(stored).get_shape())
 
-    def _read(self, name: str, stored: str) -> torch.Tensor:
-        tensor = self._handles[stored].get_tensor(stored)
+    def _read(self, name: str, stored: Stored) -> torch.Tensor:
+        tensor = self._handles[stored.tensor].get_tensor(stored.tensor)
         if tensor.dtype not in _FLOATS:
             raise UnsupportedQuantization(
-                f"tensor {stored!r} in {self.path} is stored in a dtype that is not supported",
+                f"tensor {stored.tensor!r} in {self.path} is stored in a dtype that is not "
+                "supported",
                 value=str(tensor.dtype),
                 limit="float32, bfloat16, float16, float64",
             )
-        copy: torch.Tensor = tensor.clone()
-        return copy
+        return stored.take(tensor).clone(memory_format=torch.contiguous_format)
 
-    def _drop_copy_of_tied_head(self) -> None:
+    def _drop_what_the_text_part_lacks(self) -> None:
+        counts: dict[str, int] = {}
+        for name in list(self._handles):
+            layer = _LAYER.match(name)
+            kind = next((kind for kind, at in _SKIPPABLE.items() if at.match(name)), None)
+            if layer is not None and int(layer[1]) >= self.spec.num_layers:
+                kind = f"layers from {self.spec.num_layers} on"
+            if kind is not None:
+                counts[kind] = counts.get(kind, 0) + 1
+            if kind is not None or _REPLACED.search(name):
+                del self._handles[name]
+        self.notes = tuple(
+            f"{count} tensors were left out: {kind}" for kind, count in sorted(counts.items())
+        )
+
+    def _drop_copy_of_tied_head(self, head: str) -> None:
         """Some exporters store a tied head too: an equal copy is redundant, any other an error."""
-        if not self.spec.tied_head or _TIED_HEAD not in self._handles:
+        if head not in self._handles:
             return
-        embedding = self._names["embedding"]
+        embedding = self._names["embedding"][0][0].tensor
         if embedding in self._handles:
-            copy = self._handles[_TIED_HEAD].get_tensor(_TIED_HEAD)
+            copy = self._handles[head].get_tensor(head)
             if not torch.equal(copy, self._handles[embedding].get_tensor(embedding)):
                 raise WeightsMismatch(
-                    f"{_TIED_HEAD!r} in {self.path} differs from the embedding it is tied to",
+                    f"{head!r} in {self.path} differs from the embedding it is tied to",
                     remedy="set tie_word_embeddings to false in config.json",
                 )
-        del self._handles[_TIED_HEAD]
+        del self._handles[head]
+
+
+def _text_prefix(stored: Collection[str]) -> Callable[[str], str] | None:
+    """Where a multimodal model keeps its text part: a tensor's own name -> its name there."""
+    if any(name.startswith("model.language_model.") for name in stored):
+        return lambda name: re.sub(r"^model\.", "model.language_model.", name)
+    if any(name.startswith("language_model.model.") for name in stored):
+        return lambda name: f"language_model.{name}"
+    return None
+
+
+def _placed(names: Names, place: Callable[[str], str]) -> Names:
+    return {
+        name: tuple(tuple(replace(x, tensor=place(x.tensor)) for x in way) for way in ways)
+        for name, ways in names.items()
+    }
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,14 +2,57 @@
 """What loading needs of weight files, whatever their format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 
 from .errors import WeightsMismatch
 from .spec import ModelSpec
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a parameter takes of one stored tensor.
+
+    The tensor of `shape` is seen as `view` (as it is, if empty), of which the ranges `part`
+    (dimension, start, stop) are taken; then the dimensions are put in `order`.
+    """
+
+    tensor: str
+    shape: Shape
+    view: Shape = ()
+    part: tuple[tuple[int, int, int], ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        return not (self.view or self.part or self.order)
+
+    @property
+    def elements(self) -> int:
+        sizes = list(self.view or self.shape)
+        for dimension, start, stop in self.part:
+            sizes[dimension] = stop - start
+        return prod(sizes)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part, a view of the stored tensor."""
+        if self.view:
+            tensor = tensor.view(self.view)
+        for dimension, start, stop in self.part:
+            tensor = tensor.narrow(dimension, start, stop - start)
+        return tensor.permute(self.order) if self.order else tensor
+
+
+# Ways to store a parameter, the preferred one first; each is a number of pieces, concatenated
+# along their first dimension and seen in the parameter's shape.
+Ways = tuple[tuple[Stored, ...], ...]
+Names = Mapping[str, Ways]
 
 
 @dataclass(frozen=True)
@@ -24,16 +67,23 @@ class Groups:
 
 class WeightSource(ABC):
     """Open weight files of one model. Mutable: it remembers what was read, so that `finish` can
-    tell what was not. Each tensor is read once."""
+    tell what was not. Each parameter is read once.
+
+    `names`: how each parameter may be stored. `notes`: what of the files is left out, for the
+    report.
+    """
 
     path: Path
     spec: ModelSpec
+    notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, spec: ModelSpec, names: dict[str, str]) -> None:
+    def __init__(self, path: Path, spec: ModelSpec, names: Names) -> None:
         self.path = path
         self.spec = spec
         self._shapes = spec.parameter_shapes()
+        assert names.keys() == self._shapes.keys(), names.keys() ^ self._shapes.keys()
         self._names = names
+        self._pieces: dict[str, tuple[Stored, ...]] = {}  # chosen by `check`
         self._unread = set(self._shapes)
 
     @property
@@ -49,34 +99,49 @@ class WeightSource(ABC):
     def _stored_shape(self, stored: str) -> tuple[int, ...]: ...
 
     @abstractmethod
-    def _read(self, name: str, stored: str) -> torch.Tensor: ...
+    def _read(self, name: str, stored: Stored) -> torch.Tensor:
+        """What a parameter takes of a stored tensor, in memory of its own."""
 
     def _read_groups(self, name: str, stored: str) -> Groups | None:
         return None
 
     def check(self) -> None:
         """WeightsMismatch naming tensors that are missing, unused or misshapen."""
-        wanted, stored = set(self._names.values()), self._stored_names()
+        stored = self._stored_names()
+        self._pieces = {name: _choose(ways, stored) for name, ways in self._names.items()}
+        wanted = {piece.tensor for pieces in self._pieces.values() for piece in pieces}
         _refuse("weights are missing", self.path, wanted - stored)
         _refuse("weights are not used by this architecture", self.path, stored - wanted)
-        for name, tensor in self._names.items():
-            shape = self._stored_shape(tensor)
-            if shape != self._shapes[name]:
-                raise WeightsMismatch(
-                    f"tensor {tensor!r} in {self.path} has the wrong shape",
-                    value=shape,
-                    limit=self._shapes[name],
-                )
+        taken = dict.fromkeys(wanted, 0)
+        for name, pieces in self._pieces.items():
+            for piece in pieces:
+                shape = self._stored_shape(piece.tensor)
+                if shape != piece.shape:
+                    raise WeightsMismatch(
+                        f"tensor {piece.tensor!r} in {self.path} has the wrong shape",
+                        value=shape,
+                        limit=piece.shape,
+                    )
+                taken[piece.tensor] += piece.elements
+            elements = sum(piece.elements for piece in pieces)
+            assert elements == prod(self._shapes[name]), (name, elements)
+        for tensor, elements in taken.items():
+            assert elements == prod(self._stored_shape(tensor)), (tensor, elements)
 
     def read(self, name: str) -> torch.Tensor:
         """A parameter in a floating dtype (that of the file, or fp32 if quantised), in memory of
         its own."""
         self._take(name)
-        return self._read(name, self._names[name])
+        parts = [self._read(name, piece) for piece in self._pieces[name]]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.reshape(self._shapes[name])
 
     def read_groups(self, name: str) -> Groups | None:
         """A 4-bit matrix as stored, or None if it is not stored so (then `read` it)."""
-        groups = self._read_groups(name, self._names[name])
+        pieces = self._pieces[name]
+        if len(pieces) > 1 or not pieces[0].whole:
+            return None
+        groups = self._read_groups(name, pieces[0].tensor)
         if groups is not None:
             self._take(name)
         return groups
@@ -94,6 +159,12 @@ class WeightSource(ABC):
     def _take(self, name: str) -> None:
         assert name in self._unread, name
         self._unread.remove(name)
+
+
+def _choose(ways: Sequence[tuple[Stored, ...]], stored: set[str]) -> tuple[Stored, ...]:
+    """The first way whose tensors are all there; if none is, the one that lacks least, so that
+    what it lacks is named as missing."""
+    return min(ways, key=lambda pieces: sum(piece.tensor not in stored for piece in pieces))
 
 
 def _refuse(what: str, path: Path, names: set[str]) -> None:

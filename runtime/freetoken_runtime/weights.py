@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,6 @@ from .weight_source import WeightSource
 INT4_GROUP = 32  # as in GGUF; larger groups are no faster (docs/decisions/0012-int4.md)
 Dtype = Literal["float32", "bfloat16"]
 Quant = Literal["int8", "int4"]
-_EXPERTS_NOTE = "experts are not quantised"
 
 # What builds a layer, by the type of its spec.
 _MIXERS: Mapping[type, Callable[[Any, Parts], Mixer]] = {
@@ -113,8 +113,8 @@ def load(
         decoder=decoder,
         spec=source.spec,
         content_hash=content_hash(source.files, hash_cache),
-        formats=_summary(builder.formats, source.spec.num_layers),
-        notes=tuple(builder.notes),
+        formats=_summary(builder.formats),
+        notes=(*source.notes, *builder.notes),
     )
 
 
@@ -125,18 +125,19 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _summary(formats: Mapping[str, str], num_layers: int) -> dict[str, str]:
-    """`layers.0.o`, `layers.1.o`, … of one format become `layers.*.o`, where a layer has it."""
-    short: dict[str, str] = {}
+def _summary(formats: Mapping[str, str]) -> dict[str, str]:
+    """`layers.0.o`, `layers.1.o`, … of one format become `layers.*.o`, and so do experts."""
+    kinds: dict[str, set[str]] = {}
     for name, kind in formats.items():
-        if not name.startswith("layers."):
-            short[name] = kind
-            continue
-        part = name.split(".", 2)[2]
-        others = (formats.get(f"layers.{index}.{part}", kind) for index in range(num_layers))
-        same = all(other == kind for other in others)
-        short[f"layers.*.{part}" if same else name] = kind
-    return short
+        kinds.setdefault(_starred(name), set()).add(kind)
+    same = {name for name, found in kinds.items() if len(found) == 1}
+    starred = ((_starred(name), name, kind) for name, kind in formats.items())
+    return {short if short in same else name: kind for short, name, kind in starred}
+
+
+def _starred(name: str) -> str:
+    """Numbers of layers and experts as stars; names of matrices follow a blank each."""
+    return re.sub(r"(?<=layers\.)\d+|(?<=experts\.)\d+", "*", name)
 
 
 class _Builder:
@@ -203,18 +204,6 @@ class _Builder:
         self.formats[at + " ".join(parts)] = layer.format
         return layer
 
-    def experts(self, at: str, *parts: str) -> torch.Tensor:
-        """[E, out, in], stacked along the outputs."""
-        shapes = [self._source.shape(at + part) for part in parts]
-        rows = [shape[1] for shape in shapes]
-        weights = torch.empty(shapes[0][0], sum(rows), shapes[0][2], dtype=self._dtype)
-        for part, slices in zip(parts, torch.split(weights, rows, 1), strict=True):
-            slices.copy_(self._read(at + part))
-        self.formats[at + " ".join(parts)] = str(self._dtype).removeprefix("torch.")
-        if self._quant and _EXPERTS_NOTE not in self.notes:
-            self.notes.append(_EXPERTS_NOTE)
-        return weights
-
     def _dense_or_int8(self, names: list[str]) -> Linear:
         if self._quant:
             values = stack_int8([quantise_int8(self._read(name)) for name in names])
@@ -277,9 +266,6 @@ class _LayerParts:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.builder.tensor(self.at + name)
-
-    def experts(self, *names: str) -> torch.Tensor:
-        return self.builder.experts(self.at, *names)
 
     def has(self, name: str) -> bool:
         return self.builder.has(self.at + name)

@@ -64,7 +64,6 @@ def test_an_unknown_architecture_is_named_with_what_is_supported(model_type: Any
     ("family", "key", "value"),
     [
         ("llama", "attn_logit_softcapping", 30.0),
-        ("llama", "quantization_config", {"bits": 4}),
         ("llama", "hidden_act", "gelu"),
         ("llama", "partial_rotary_factor", 0.5),
         ("llama", "rope_interleaved", True),

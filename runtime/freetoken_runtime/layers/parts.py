@@ -32,15 +32,12 @@ class Parts(Protocol):
         """A parameter in fp32, never quantised: what is small or decides much (A_log, dt_bias,
         convolutions, sinks, routers)."""
 
-    def experts(self, *names: str) -> torch.Tensor:
-        """Matrices [E, out, in] of all experts, in the dtype of unquantised matrices, stacked
-        along their outputs."""
-
     def has(self, name: str) -> bool:
         """Whether the spec has this parameter."""
 
     def within(self, part: str) -> "Parts":
-        """The parameters `<part>.<name>`, under their names: for layers made of layers."""
+        """The parameters `<part>.<name>`, under their names: for layers made of layers, such as
+        `shared` or `experts.17`."""
 
 
 class Module(Protocol):

@@ -5,10 +5,11 @@ A family takes the keys it understands; `finish` refuses whatever is left, unles
 as changing no logit.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UnsupportedConfig
+from ..errors import UnsupportedConfig, UnsupportedQuantization
 
 # Training, generation defaults, file bookkeeping: none of them changes a logit at inference.
 HARMLESS_KEYS = frozenset(
@@ -29,6 +30,49 @@ HARMLESS_KEYS = frozenset(
     use_cache
     """.split()
 )
+
+
+# Of a multimodal model's own keys, those that do not reach its text part.
+_WRAPPER_KEY = re.compile(
+    r".*_config|.*_token_(id|index)|.*_token|vision_.*|audio_.*|image_.*|video_.*|mm_.*"
+    r"|multimodal_projector_bias|projector_hidden_act|spatial_merge_size|language_model_only"
+)
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text model inside a multimodal one; any other as it is.
+
+    UnsupportedQuantization for weights stored quantised, UnsupportedConfig for keys beside
+    `text_config` that may change the text model."""
+    text = config.get("text_config")
+    _refuse_quantised(config)
+    if not isinstance(text, Mapping):
+        return config
+    _refuse_quantised(text)
+    inner = dict(text)
+    tied = config.get("tie_word_embeddings")
+    if tied is not None:
+        inner["tie_word_embeddings"] = tied  # the head belongs to the wrapper
+    for key, value in config.items():
+        if key in HARMLESS_KEYS or _WRAPPER_KEY.fullmatch(key) or inner.get(key) == value:
+            continue
+        raise UnsupportedConfig(
+            f"config key {key!r} beside 'text_config' is unknown and may change the maths",
+            value=value,
+        )
+    return inner
+
+
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
+    for key in ("quantization_config", "compression_config"):
+        settings = config.get(key)
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+            raise UnsupportedQuantization(
+                f"the weights are stored quantised (config key {key!r}), which is not supported",
+                value=method or settings,
+                remedy="use the model's float32, bfloat16 or float16 weights, and quant=",
+            )
 
 
 class ConfigReader:

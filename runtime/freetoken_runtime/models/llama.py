@@ -11,8 +11,10 @@ from ..errors import UnsupportedConfig
 from ..spec import MAX_LAYERS, LayerSpec, ModelSpec
 from ..specs.attention import AttentionSpec
 from ..specs.mlp import MlpSpec
+from ..weight_source import Names
 from .config_reader import ConfigReader
 from .rope_config import read_rope
+from .weight_names import Naming, checkpoint_names
 
 DEFAULT_CONTEXT = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 
@@ -89,8 +91,8 @@ def _refuse_window(reader: ConfigReader, family: str, context: int) -> None:
         )
 
 
-# Part of a parameter's name here -> module in a Hugging Face checkpoint.
-_MODULES = {
+# Part of a layer here -> module in a Hugging Face checkpoint.
+LLAMA_NAMES: Mapping[str, str | Naming] = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
@@ -108,14 +110,5 @@ _MODULES = {
 }
 
 
-def llama_names(spec: ModelSpec) -> dict[str, str]:
-    """Parameter name here -> tensor name in a Hugging Face checkpoint."""
-    return {name: _checkpoint_name(name) for name in spec.parameter_shapes()}
-
-
-def _checkpoint_name(name: str) -> str:
-    stem, kind = (name[: -len(".bias")], "bias") if name.endswith(".bias") else (name, "weight")
-    if not stem.startswith("layers."):
-        return f"{_MODULES[stem]}.{kind}"
-    _, index, part = stem.split(".")
-    return f"model.layers.{index}.{_MODULES[part]}.{kind}"
+def llama_names(spec: ModelSpec) -> Names:
+    return checkpoint_names(spec, LLAMA_NAMES)

@@ -7,15 +7,17 @@ from typing import Any
 
 from ..errors import UnsupportedArchitecture
 from ..spec import ModelSpec
+from ..weight_source import Names
+from .config_reader import text_part
 from .llama import llama_names, read_llama
 
 
 @dataclass(frozen=True)
 class Family:
-    """`read`: config.json -> spec. `names`: spec -> {parameter here: tensor in a checkpoint}."""
+    """`read`: config.json -> spec. `names`: how a checkpoint may store each parameter."""
 
     read: Callable[[Mapping[str, Any]], ModelSpec]
-    names: Callable[[ModelSpec], dict[str, str]]
+    names: Callable[[ModelSpec], Names]
 
 
 _LLAMA = Family(read_llama, llama_names)
@@ -38,6 +40,14 @@ def family_of(model_type: object) -> Family:
     return FAMILIES[model_type]
 
 
+def read_family(config: Mapping[str, Any]) -> tuple[Family, ModelSpec]:
+    """config.json as a mapping -> family and spec, of the text part where the model has others.
+    UnsupportedArchitecture, UnsupportedConfig, UnsupportedQuantization."""
+    text = text_part(config)
+    family = family_of(text.get("model_type"))
+    return family, family.read(text)
+
+
 def read_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """config.json as a mapping -> the model's spec. UnsupportedArchitecture, UnsupportedConfig."""
-    return family_of(config.get("model_type")).read(config)
+    """The spec alone; see `read_family`."""
+    return read_family(config)[1]
