@@ -34,10 +34,10 @@ class Expert:
     def __call__(self, rows: torch.Tensor, form: Form) -> torch.Tensor:
         """rows [m, H] fp32, m >= 1 -> [m, H] fp32 or bf16; a row's bits do not depend on m."""
         alone = form is Form.FEW and self.up.few_rows_batch and self.down.few_rows_batch
-        whole = RowGroup(0, len(rows), form)
         x = rows if alone else pad_rows(rows)
-        inner = self.up(x, (whole,)).float()
-        return self.down(self._activate(inner), (whole,))[: len(rows)]
+        whole = (RowGroup(0, len(x), form),)
+        inner = self.up(x, whole).float()
+        return self.down(self._activate(inner), whole)[: len(rows)]
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
         if not self.spec.gated:

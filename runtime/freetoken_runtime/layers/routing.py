@@ -74,7 +74,7 @@ def _within_best_groups(choice: torch.Tensor, groups: ExpertGroups) -> torch.Ten
 
 def _group_marks(choice: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
     """What ranks each group, [n, groups]."""
-    by_group = choice.unflatten(1, (groups.count, -1))
+    by_group = choice.reshape(len(choice), groups.count, -1)
     if groups.score == "largest":
         return by_group.amax(-1)
     return by_group.topk(2, -1).values.sum(-1)

@@ -131,6 +131,12 @@ class MoeSpec:
     shared_gate: bool = False
     latent: LatentSpec | None = None
 
+    def __post_init__(self) -> None:
+        if self.shared_gate and (self.shared is None or self.router.bias):
+            raise UnsupportedConfig(
+                "a gate of shared experts needs shared experts and a router without bias"
+            )
+
     def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """The feed-forward's weights by name, matrices as [out, in]; every expert's by itself
         (`experts.3.gate`), whatever way a file stores them."""
