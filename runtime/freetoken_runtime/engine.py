@@ -31,8 +31,8 @@ from .reports import EngineStats, ReusePlan, Usage
 from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
-from .state.anchors import check_anchors, check_ids
-from .state.buffers import Pool, RowShape, StateLayout
+from .state.anchors import check_ids, ranked
+from .state.buffers import Pool, StateLayout
 from .state.digest import Fingerprint, Ids, fingerprint
 from .state.disk import DiskStates
 from .state.keeper import StateKeeper
@@ -64,7 +64,7 @@ class Engine:
         self.formats = model.formats  # matrix -> how its weights are held
         self.notes = model.notes  # what was not done as asked, one sentence each
         self.fingerprint = _fingerprint(model)
-        pool = Pool(_layout(model), poison=poison)
+        pool = Pool(StateLayout.of(spec.states(), torch.float32), poison=poison)
         plan = plan_memory(spec, config, model.decoder.size_bytes, config.ram_budget_bytes)
         self._budget = MemoryBudget(plan, pool.meter)
         self._index = PrefixIndex()
@@ -85,6 +85,7 @@ class Engine:
             Scheduler(config.prefill_chunk, config.max_batch),
             self._keeper,
             spec.context_limit,
+            self._anchor_interval,
         )
         self._owner = Owner(self._worker)
         finalize(self, self._owner.end)
@@ -196,7 +197,7 @@ class Engine:
         if disk is None or persister is None:
             return
         try:
-            disk.pin(owner, checked)
+            disk.pins.pin(owner, checked)
         except StorageError as error:
             persister.failed(error)
 
@@ -229,9 +230,13 @@ class Engine:
 
     def anchors(self, ids: Sequence[int] | Ids) -> Sequence[int]:
         """Positions of the path at which every layer's state can be restored now, from RAM or
-        disk. In models whose layers are all sliceable these are all up to the last known one."""
-        path = self._check(ids)
-        return range(1, self._lookup.known_rows(path) + 1)
+        disk, ascending. In models whose layers are all sliceable these are all up to the last known
+        one."""
+        path, step = self._check(ids), self._pool.layout.step
+        if step == 1:
+            return range(1, self._lookup.known_rows(path) + 1)
+        sliced = range(step, self._lookup.known_rows(path) + 1, step) if step else ()
+        return sorted(self._lookup.positions(path).union(sliced) - {0})
 
     def generate(
         self,
@@ -239,35 +244,45 @@ class Engine:
         sampling: SamplingParams = _GREEDY,
         *,
         anchors: Sequence[int] = (),
+        lasting: Sequence[int] = (),
         anchor_after: frozenset[int] | set[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
         announced: ReusePlan | None = None,
     ) -> Generation:
         """Forward what is missing of `ids`, then sample. Returns at once; iterate over the result.
 
-        `anchors`: positions of `ids` to keep the hidden row of; `anchor_after`: ids after which
-        generated text gets one. `on_progress(done, total)` counts prefilled rows, in the engine's
-        thread. `announced`: what `plan` said of `ids` earlier, so that it is not asked again;
-        `usage.changed` names what came in between. Ends with "length" at the context limit,
-        whatever `max_tokens`. InvalidIds, InvalidAnchors, InvalidSampling, ContextOverflow,
-        EngineClosed.
+        `anchors`: positions of `ids` to make anchors of; `lasting`: those of them that many paths
+        will go on from, such as the ends of system and tools: they stay longest; `anchor_after`:
+        ids after which generated text gets one. `on_progress(done, total)` counts prefilled rows,
+        in the engine's thread. `announced`: what `plan` said of `ids` earlier, so that it is not
+        asked again; `usage.changed` names what came in between. Ends with "length" at the context
+        limit, whatever `max_tokens`. InvalidIds, InvalidAnchors, InvalidSampling,
+        ContextOverflow, EngineClosed.
         """
         sampling.check_ids(self._model.spec.vocab_size)
         path = self._check(ids)
         request = Request(
             path,
             sampling,
-            anchors=check_anchors(anchors, len(path)),
+            anchors=ranked(len(path), anchors, lasting, self._anchor_interval),
             anchor_after=check_ids("anchor_after", anchor_after),
             on_progress=on_progress,
         )
         return Generation(self._submit(request, announced).stream)
 
-    def warm(self, ids: Sequence[int] | Ids, *, anchors: Sequence[int] = ()) -> Usage:
-        """Bring the state of `ids` up to date, the last row included. Blocks."""
+    def warm(
+        self,
+        ids: Sequence[int] | Ids,
+        *,
+        anchors: Sequence[int] = (),
+        lasting: Sequence[int] = (),
+    ) -> Usage:
+        """Bring the state of `ids` up to date, the last row included; anchors as in `generate`.
+        Blocks."""
         path = self._check(ids)
         self._owner.check_caller()
-        task = self._submit(Request(path, None, anchors=check_anchors(anchors, len(path))))
+        places = ranked(len(path), anchors, lasting, self._anchor_interval)
+        task = self._submit(Request(path, None, anchors=places))
         task.stream.wait()
         return task.stream.usage
 
@@ -353,6 +368,11 @@ class Engine:
             predicted_s=predicted_s,
         )
 
+    @property
+    def _anchor_interval(self) -> int | None:
+        """None where any prefix, or every group's end, can be taken without an anchor."""
+        return None if self._pool.layout.step else self._config.anchor_interval
+
     def _submit(self, request: Request, announced: ReusePlan | None = None) -> Task:
         total = len(request.ids)
         if request.cold:
@@ -372,15 +392,6 @@ class Engine:
 
     def _check(self, ids: Sequence[int] | Ids) -> Ids:
         return check_path(ids, self._model.spec.vocab_size, self.context_limit)
-
-
-def _layout(model: LoadedModel) -> StateLayout:
-    rows: list[RowShape | None] = []
-    for state in model.spec.states():
-        shapes = {buffer.name: buffer.shape for buffer in state.rows}
-        (heads, key_dim), (_, value_dim) = shapes["k"], shapes["v"]
-        rows.append(RowShape(heads, key_dim, value_dim, torch.float32))
-    return StateLayout(rows)
 
 
 def _fingerprint(model: LoadedModel) -> Fingerprint:

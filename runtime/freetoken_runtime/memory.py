@@ -17,12 +17,18 @@ class MemoryBudget:
     def __init__(self, plan: MemoryPlan, meter: Meter) -> None:
         self.plan = plan
         self._meter = meter
-        self.anchor_bytes = 0  # hidden rows kept, counted by the keeper
+        self.anchor_bytes = 0  # counted by the keeper
 
     @property
     def states_bytes(self) -> int:
-        """Bytes of KV allocations, once each, and of anchors' rows."""
+        """Bytes of KV allocations and of anchors, once each."""
         return self._meter.used_bytes + self.anchor_bytes
+
+    @property
+    def anchor_limit_bytes(self) -> int:
+        """What anchors may take: half of what is there for states, so that a path's rows are not
+        crowded out by copies of its past."""
+        return self.plan.states_bytes // 2
 
     def missing(self, size_bytes: int) -> int:
         """Bytes that must go before `size_bytes` more fit; 0 if they fit now."""

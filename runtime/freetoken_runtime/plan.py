@@ -49,7 +49,9 @@ def plan_memory(
 def reserve_rows(spec: ModelSpec, budget_bytes: int) -> int:
     """KV rows to map ahead of their use, in whole blocks; see `state.reserve`."""
     size_bytes = min(_RESERVE_BYTES, budget_bytes // 32)
-    rows = min(spec.context_limit, size_bytes // spec.bytes_per_token(_FP32))
+    if any(state.granularity > 1 for state in spec.states()):
+        return 0  # where groups of tokens share a row, an allocation is no multiple of a token
+    rows = min(spec.context_limit, size_bytes // max(1, spec.bytes_per_token(_FP32)))
     return rows // _BLOCK * _BLOCK
 
 
@@ -60,12 +62,12 @@ def working_bytes(spec: ModelSpec, config: ResolvedConfig) -> int:
     widest = 0
     matrix = 0
     for layer in spec.layers:
-        shapes = {
-            **layer.mixer.parameter_shapes(spec.hidden_size),
-            **layer.feed_forward.parameter_shapes(spec.hidden_size),
-        }
-        widest = max(widest, sum(shape[0] for shape in shapes.values() if len(shape) == 2))
-        matrix = max(matrix, *(prod(shape) for shape in shapes.values()))
+        shapes = layer.parameter_shapes(spec.hidden_size).values()
+        outputs = sum(shape[0] for shape in shapes if len(shape) == 2)
+        # Of stacked experts, a row meets a few: count those as if there were eight.
+        outputs += sum(8 * shape[1] for shape in shapes if len(shape) == 3)
+        widest = max(widest, outputs)
+        matrix = max(matrix, *(prod(shape[-2:]) for shape in shapes))
     rows = config.prefill_chunk + config.max_batch
     activations = rows * (4 * spec.hidden_size + 2 * widest) * _FP32
     logits = 3 * config.max_batch * spec.vocab_size * _FP32
@@ -73,4 +75,6 @@ def working_bytes(spec: ModelSpec, config: ResolvedConfig) -> int:
         min(matrix * _FP32, _DEQUANTISED_BYTES) if config.quant or config.dtype != "float32" else 0
     )
     blocks = 4 * _BLOCK * spec.bytes_per_token(_FP32)
-    return activations + logits + dequantised + blocks + _UNCOUNTED_BYTES
+    # What a pass reads and what it hands over, for every sequence in it.
+    overwritten = 2 * config.max_batch * sum(state.bytes_per_anchor() for state in spec.states())
+    return activations + logits + dequantised + blocks + overwritten + _UNCOUNTED_BYTES

@@ -22,7 +22,8 @@ from .state.sequence import Sequence
 
 @dataclass(frozen=True)
 class Work:
-    """The next ids of one sequence. `wanted`: offsets of the ids whose hidden rows are returned."""
+    """The next ids of one sequence. `wanted`: ascending offsets of the ids whose hidden rows are
+    returned and whose state is handed over: the positions of anchors, and the last one."""
 
     sequence: Sequence
     ids: Ids
@@ -102,7 +103,8 @@ class Runner:
             work = works[index]
             stop = start + len(work.ids)
             starts[index] = start
-            sequences.append(SequenceRows(work.sequence, start, stop))
+            cuts = tuple(w + 1 for w in work.wanted if w + 1 < len(work.ids))
+            sequences.append(SequenceRows(work.sequence, start, stop, cuts))
             form = Form.FEW if few[index] else Form.MANY
             joins = form is Form.MANY or self._decoder.few_rows_batch
             if joins and groups and groups[-1].form is form:

@@ -2,7 +2,7 @@
 """One request on its way through the engine. The owner thread changes it, nobody else."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from .generation import Handover
 from .reports import Usage
 from .sampler import Sampler, SamplingParams
+from .state.anchors import Rank
 from .state.digest import Ids
 from .state.prefix import Resident
 
@@ -17,11 +18,11 @@ from .state.prefix import Resident
 @dataclass(frozen=True)
 class Request:
     """What was asked. `sampling` None: bring the state up to date and stop there. `cold`: reuse
-    nothing and keep nothing. `anchors`: positions whose hidden row is kept."""
+    nothing and keep nothing. `anchors`: positions to make anchors of, and why."""
 
     ids: Ids
     sampling: SamplingParams | None
-    anchors: frozenset[int] = frozenset()
+    anchors: Mapping[int, Rank] = field(default_factory=dict)
     anchor_after: frozenset[int] = frozenset()
     on_progress: Callable[[int, int], None] | None = None
     cold: bool = False

@@ -19,6 +19,7 @@ from .reports import FinishReason
 from .runner import Runner, Work
 from .sampler import Sampler
 from .scheduler import Candidate, Scheduler
+from .state.anchors import Rank
 from .state.digest import Ids, as_ids
 from .state.keeper import Acquired, StateKeeper
 from .task import Task
@@ -28,15 +29,22 @@ RESERVED_TOKENS = 512  # output rows that get room at the start; more is made wh
 
 
 class Worker:
-    """The requests in progress. Owner thread only."""
+    """The requests in progress. Owner thread only. `anchor_interval`: decoded text gets an anchor
+    at every multiple of it; None for models that need none."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, keeper: StateKeeper, context_limit: int
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        keeper: StateKeeper,
+        context_limit: int,
+        anchor_interval: int | None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._keeper = keeper
         self._context_limit = context_limit
+        self._anchor_interval = anchor_interval
         self._waiting: deque[Task] = deque()
         self._tasks: list[Task] = []
         self.reused_rows = 0
@@ -180,16 +188,20 @@ class Worker:
             start = work.sequence.length - len(work.ids)
             task.prefilled += len(work.ids)
             for offset, row in zip(work.wanted, hidden, strict=True):
-                if start + offset + 1 in request.anchors:
-                    self._keeper.capture(resident, start + offset + 1, row)
+                position = start + offset + 1
+                if position in request.anchors:
+                    self._keeper.capture(resident, position, row, request.anchors[position])
             if request.on_progress is not None:
                 request.on_progress(task.prefilled, task.prefilled + task.missing)
             if task.missing:
                 return False
             self._prompt_done(task, sample=False)
             return task in self._tasks
+        length = work.sequence.length
         if int(work.ids[-1]) in request.anchor_after:
-            self._keeper.capture(resident, work.sequence.length, hidden[-1])
+            self._keeper.capture(resident, length, hidden[-1])
+        elif self._anchor_interval is not None and length % self._anchor_interval == 0:
+            self._keeper.capture(resident, length, hidden[-1], Rank.INTERIOR)
         return True
 
     def _prompt_done(self, task: Task, *, sample: bool = True) -> None:

@@ -241,8 +241,8 @@ def test_forks_make_room_for_what_they_copy(make_engine: EngineMaker) -> None:
     pool, peaks = engine._pool, [0]
     allocate = pool.allocate
 
-    def counted(rows: int) -> Any:
-        buffer = allocate(rows)
+    def counted(rows: int, origin: int = 0) -> Any:
+        buffer = allocate(rows, origin)
         peaks.append(engine._budget.states_bytes)
         return buffer
 
@@ -264,9 +264,9 @@ def test_rows_of_anchors_are_counted_once(make_engine: EngineMaker) -> None:
     for seed in range(2, 6):
         engine.warm(stem + ids_of(seed, 5))
     held = {
-        id(row): row.nbytes
+        id(anchor): anchor.size_bytes
         for resident in engine._index
-        for row in resident.sequence.anchors.values()
+        for anchor in resident.sequence.anchors.values()
     }
     assert len(engine._index) == 4
     assert engine._budget.anchor_bytes == sum(held.values()) == (300 + 4) * 60 * 4

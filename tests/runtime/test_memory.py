@@ -93,7 +93,7 @@ def test_states_stay_below_the_budget(make_engine: EngineMaker) -> None:
         stats = engine.stats()
         used = stats.weights_bytes + stats.working_bytes + stats.state_bytes
         assert used <= stats.ram_budget_bytes
-    rows = sum(row.nbytes for r in engine._index for row in r.sequence.anchors.values())
+    rows = sum(a.size_bytes for r in engine._index for a in r.sequence.anchors.values())
     assert engine.stats().state_bytes == live_buffer_bytes(engine) + rows
     assert engine.stats().evicted_paths >= 16
     assert is_gold(engine, ids_of(19, 500)[:300])

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetoken_runtime.errors import InvalidAnchors
-from freetoken_runtime.state.anchors import MAX_ANCHORS, check_anchors, thinned
+from freetoken_runtime.state.anchors import Anchor
 from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
 from freetoken_runtime.state.digest import as_ids, fingerprint
 from freetoken_runtime.state.lookup import MAX_REMEMBERED, History, Lookup
@@ -29,7 +28,7 @@ def resident(ids: list[int], anchors: tuple[int, ...] = ()) -> Resident:
     if ids:
         sequence.begin(len(ids))
         sequence.commit(ids)
-    sequence.anchors = {position: torch.zeros(2) for position in anchors}
+    sequence.anchors = {position: Anchor(torch.zeros(2), ()) for position in anchors}
     return Resident(sequence)
 
 
@@ -66,9 +65,10 @@ def test_match_finds_the_longest_and_prefers_a_known_row(
         share == best and share < len(path) and share < len(ids)
         for share, (path, _) in zip(shares, known, strict=True)
     )
+    assert match.usable == (best if match.row_known else min(best, len(ids) - 1))
     if best:
-        assert match.resident is not None
-        found = match.resident.sequence.ids.tolist()
+        assert match.deepest is not None
+        found = match.deepest.sequence.ids.tolist()
         assert len(os.path.commonprefix([found, ids])) == best
 
 
@@ -160,38 +160,3 @@ def test_matching_while_another_thread_changes_the_index() -> None:
     stop.set()
     reader.join()
     assert faults == []
-
-
-def test_anchors_outside_the_path_are_refused() -> None:
-    """1 to the path's length."""
-    assert check_anchors([1, 3, 3], 3) == {1, 3}
-    for position in (0, -1, 4):
-        with pytest.raises(InvalidAnchors, match="1 to 3"):
-            check_anchors([position], 3)
-
-
-@given(st.sets(st.integers(1, 100_000), max_size=1500), st.integers(1, 60), st.data())
-def test_thinning_keeps_the_named_and_the_newest(
-    positions: set[int], limit: int, data: st.DataObject
-) -> None:
-    """At most `limit` remain, all from the set; the named ones first, the newest always."""
-    named = (
-        set(data.draw(st.lists(st.sampled_from(sorted(positions)), max_size=limit // 2)))
-        if (positions)
-        else set()
-    )
-    kept = thinned(positions, named, limit)
-    assert len(kept) == min(limit, len(positions)) or limit > len(kept) >= limit // 4
-    assert set(kept) <= positions and named <= set(kept)
-    assert kept == sorted(set(kept), reverse=True)
-    if positions and len(named) < limit:
-        assert max(positions) in kept
-
-
-def test_thinning_spreads_over_the_whole_path() -> None:
-    """An edit at 30 % of a long path finds a row nearby: gaps grow with the distance."""
-    kept = thinned(range(1, 100_001), {100_000})
-    assert len(kept) <= MAX_ANCHORS
-    gaps = [a - b for a, b in zip(kept, kept[1:], strict=False)]
-    assert max(gaps) <= 16_384
-    assert gaps[0] <= 64

@@ -43,15 +43,15 @@ def test_a_buffer_that_needs_more_than_half_takes_it(
     buffer = pool.allocate(asked)
     assert buffer.capacity == capacity
     assert pool.meter.used_bytes == used * LAYOUT.token_bytes
-    for tensor in (*buffer.keys, *buffer.values):
+    for tensor in buffer.tensors:
         assert not tensor.any()
 
 
 def test_it_is_given_once_and_counted_until_the_last_view_goes(pool: Pool) -> None:
     first = pool.allocate(ROWS)
     second = pool.allocate(ROWS)
-    first.keys[0].fill_(1)
-    assert not second.keys[0].any(), "two buffers over one memory"
+    first.tensors[0].fill_(1)
+    assert not second.tensors[0].any(), "two buffers over one memory"
     del first, second
     gc.collect()
     assert pool.meter.used_bytes == 0

@@ -257,7 +257,7 @@ def test_freed_buffers_leave_the_process(rows: int) -> None:
 
 
 def _fill(sequence: Sequence) -> None:
-    for tensor in sequence.spans[0].buffer.keys + sequence.spans[0].buffer.values:
+    for tensor in sequence.spans[0].buffer.tensors:
         tensor.fill_(1.0)
 
 

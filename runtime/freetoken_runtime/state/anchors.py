@@ -1,16 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a path keeps the hidden row of its last token, so that it can answer without a forward.
+"""Anchors: what a path keeps of a position so that it can be restored there, and which ones stay.
 
-In models whose layers are all sliceable every stored position can be restored; an anchor adds the
-row. Rows are small but not free: beyond a limit the older ones are thinned.
+An anchor holds the hidden row of its last token, so that the path can answer without a forward, and
+the buffers that every token overwrites. In models whose layers are all sliceable every stored
+position can be restored and the row is all there is. Under a byte budget the older anchors are
+thinned; what is kept longest is what most edits need: pinned paths, the ends of system and tools,
+the ends of paths, then the newest turns.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from operator import index
 
-from ..errors import InvalidAnchors
+import torch
 
-MAX_ANCHORS = 512  # rows kept per path
+from ..errors import InvalidAnchors
+from .buffers import Fixed
+
+MAX_ANCHORS = 512  # kept per path
+
+
+class Rank(IntEnum):
+    """Why an anchor was taken; of two in one place the higher rank stays."""
+
+    INTERIOR = 0  # after a number of tokens
+    NAMED = 1  # the caller named the position, or a generation ended there
+    LASTING = 2  # many paths will go on from there: the end of system or tools
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """`row`: [H] fp32. `fixed`: per layer, the overwritten buffers. Nothing changes them."""
+
+    row: torch.Tensor
+    fixed: Fixed
+    rank: Rank = Rank.NAMED
+
+    @property
+    def size_bytes(self) -> int:
+        return self.row.nbytes + sum(t.nbytes for buffers in self.fixed for t in buffers)
+
+
+@dataclass(frozen=True)
+class AnchoredPath:
+    """One path's anchors by position. `lasting`: all of them are to stay (the path is pinned)."""
+
+    anchors: Mapping[int, Anchor]
+    end: int
+    lasting: bool = False
+
+
+def ranked(
+    num_tokens: int, named: Sequence[int], lasting: Sequence[int], interval: int | None
+) -> dict[int, Rank]:
+    """The anchors to make of a path of `num_tokens`, those after every `interval` tokens included.
+    InvalidAnchors as `check_anchors`."""
+    inner = range(interval, num_tokens, interval) if interval else ()
+    places = dict.fromkeys(inner, Rank.INTERIOR)
+    places |= dict.fromkeys(check_anchors(named, num_tokens), Rank.NAMED)
+    return places | dict.fromkeys(check_anchors(lasting, num_tokens), Rank.LASTING)
 
 
 def check_anchors(anchors: Sequence[int], num_tokens: int) -> frozenset[int]:
@@ -37,28 +86,41 @@ def check_ids(name: str, numbers: Iterable[int]) -> frozenset[int]:
         ) from error
 
 
-def thinned(
-    positions: Iterable[int], named: Collection[int], limit: int = MAX_ANCHORS
-) -> list[int]:
-    """The positions to keep, at most `limit`: the named ones first, then the rest with gaps that
-    grow as powers of two towards the start of the path."""
-    ordered = sorted(positions, reverse=True)
-    if len(ordered) <= limit:
-        return ordered
-    keep = [p for p in ordered if p in named][:limit]
-    others = [p for p in ordered if p not in named]
-    last = ordered[0]
-    step = 1
-    while others and len(keep) < limit:
-        chosen: dict[int, int] = {}
-        for position in others:
-            age = last - position
-            gap = max(step, 1 << max(age.bit_length() - 4, 0))
-            chosen.setdefault(position // gap, position)
-        picked = list(chosen.values())
-        room = limit - len(keep)
-        if len(picked) <= room or step > last:
-            keep.extend(picked[:room])
+def thinned(anchors: Mapping[int, Anchor], end: int, step: int) -> set[int]:
+    """The positions to keep when anchors stand at least `step` tokens apart, and the further from
+    `end` the sparser: at most one per 2^k tokens at an age of 2^(k+3). Lasting ones and the one at
+    the end always stay; among the others of one place the higher rank, then the later one."""
+    keep = {p for p, anchor in anchors.items() if anchor.rank is Rank.LASTING or p == end}
+    places: dict[tuple[int, int], int] = {}
+    others = anchors.keys() - keep
+    for position in sorted(others, key=lambda p: (anchors[p].rank, p), reverse=True):
+        gap = max(step, 1 << max((end - position).bit_length() - 4, 0))
+        places.setdefault((gap, position // gap), position)
+    return keep | set(places.values())
+
+
+def retained(paths: Sequence[AnchoredPath], limit_bytes: int) -> list[set[int]]:
+    """For each path the positions to keep, so that all anchors together take at most `limit_bytes`,
+    or as little as thinning can bring about. The path that holds most is thinned first, among
+    equals the first one: none pays for another. An anchor that several paths share counts once."""
+    kept = [set(path.anchors) for path in paths]
+    steps = [1] * len(paths)
+    while _bytes_of(paths, kept) > limit_bytes:
+        thinnable = [
+            i for i, path in enumerate(paths) if not path.lasting and steps[i] <= 2 * path.end
+        ]
+        if not thinnable:
             break
-        step *= 2
-    return sorted(keep, reverse=True)
+        most = max(thinnable, key=lambda i: len(kept[i]))
+        kept[most] = thinned(paths[most].anchors, paths[most].end, steps[most])
+        steps[most] *= 2
+    return kept
+
+
+def _bytes_of(paths: Sequence[AnchoredPath], kept: Sequence[set[int]]) -> int:
+    sizes = {
+        id(anchor): anchor.size_bytes
+        for path, positions in zip(paths, kept, strict=True)
+        for anchor in (path.anchors[p] for p in positions)
+    }
+    return sum(sizes.values())

@@ -3,17 +3,18 @@
 
     catalog ── fingerprint d(0) ── d(64) ── d(128) ── …      full blocks, 64 tokens each
                                      │        └ d(150)       a short block: an anchor's last rows
-                                     └ anchor(d(128))        the hidden row at 128
+                                     └ anchor(d(128))        what an anchor at 128 adds
 
 A block holds the KV rows of all layers for its own tokens (`k0 v0 …`, one pair per row shape,
 [L, rows, H, D]) and its ids in the record's meta, so that a path can be found that shares only a
-part of a block. An anchor's row hangs off the full block before it, with the ids from there to it,
-and counts only where the rows are found.
+part of a block. An anchor (the hidden row, and per layer the buffers that every token overwrites,
+`3.0 3.1 …`) hangs off the full block before it, with the ids from there to it, and counts only
+where the rows are found.
 """
 
 import json
 import logging
-import threading
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from typing import Literal
 import torch
 
 from freetoken_storage.errors import StorageError, StoreDamaged
-from freetoken_storage.records import Snapshot, SnapshotInfo, SnapshotReader, Snapshots
+from freetoken_storage.records import Snapshot, SnapshotReader, Snapshots
 
+from .anchors import Anchor
 from .buffers import StateLayout
 from .digest import (
     BLOCK,
@@ -34,9 +36,21 @@ from .digest import (
     chain,
     digest_at,
 )
+from .disk_pins import DiskPins
 from .prefix import shared_rows
-from .sequence import PathView, Sequence
-from .stored_form import BLOCK_KIND, ROW_KIND, Staging, concerns, ids_of, memory_of, pack_meta
+from .sequence import Sequence
+from .spans import PathView
+from .state_records import StateRecords
+from .stored_form import (
+    ANCHOR_KIND,
+    BLOCK_KIND,
+    Staging,
+    anchor_buffers,
+    concerns,
+    ids_of,
+    memory_of,
+    pack_meta,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -54,15 +68,20 @@ class Piece:
 @dataclass(frozen=True)
 class DiskMatch:
     """What a store holds of a path: rows [0, position), the pieces from the boundary at or below
-    `floor` on, and whether the hidden row at the path's end is there."""
+    `floor` on. `usable`: the deepest position that can be restored from there, `anchored` if by an
+    anchor's record."""
 
     position: int
     pieces: tuple[Piece, ...]
-    row_known: bool
+    usable: int
+    anchored: bool
     goes_on: bool  # the store continues from there with other ids
 
 
-NOTHING = DiskMatch(0, (), False, False)
+NOTHING = DiskMatch(0, (), 0, False, False)
+
+
+Lost = Literal["damaged", "evicted"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +89,7 @@ class Restored:
     """What a restore read, and why it ended early, if it did."""
 
     size_bytes: int
-    lost: Literal["damaged", "evicted"] | None = None
+    lost: Lost | None = None
 
 
 class DiskStates:
@@ -86,12 +105,10 @@ class DiskStates:
     ) -> None:
         self.snapshots = snapshots
         self.origin = origin
+        self.records = StateRecords(snapshots)
         self._layout = layout
         self._hidden_size, self._hidden_dtype = hidden
-        self._lock = threading.Lock()
-        self._damaged: set[bytes] = set()  # found so; until written anew
-        self._stuck: set[bytes] = set()  # damaged, and could not be removed: not to be used
-        self._pins: dict[str, list[Ids]] = {}
+        self.pins = DiskPins(snapshots, self._pin_targets)
         self._staging = Staging(layout)
 
     # -- finding
@@ -100,16 +117,17 @@ class DiskStates:
         """d(0), d(64), … of a path."""
         return chain(self.origin.digest, ids)
 
-    def match(self, ids: Ids, floor: int = 0) -> DiskMatch:
-        """The longest stored prefix of `ids`; rows before `floor` are at hand already. A store
-        that cannot be read holds nothing: states are never worth an error."""
+    def match(self, ids: Ids, floor: int = 0, base: int = 0) -> DiskMatch:
+        """The longest stored prefix of `ids`; rows before `floor` are at hand already, and the
+        state at `base`. A store that cannot be read holds nothing: states are never worth an
+        error."""
         try:
-            return self._match(ids, floor)
+            return self._match(ids, floor, base)
         except StorageError as error:
             _log.warning("stored states could not be looked up: %s", error)
             return NOTHING
 
-    def _match(self, ids: Ids, floor: int) -> DiskMatch:
+    def _match(self, ids: Ids, floor: int, base: int) -> DiskMatch:
         names = self.boundaries(ids)
         with self.snapshots.reader() as reader:
             depth = self._deepest(reader, names)
@@ -122,11 +140,62 @@ class DiskStates:
             if partial is not None:
                 pieces.append(partial)
             position = start + (partial.rows if partial else 0)
-            row_known = False
-            if position == len(ids) > 0:
-                name = anchor_digest(digest_at(names, ids, position))
-                row_known = self._info(reader, name) is not None
-        return DiskMatch(position, tuple(pieces), row_known, goes_on)
+            usable, anchored = self._usable(reader, names, ids, max(floor, position), base)
+        return DiskMatch(position, tuple(pieces), usable, anchored, goes_on)
+
+    def _usable(
+        self, reader: SnapshotReader, names: SequenceOf[bytes], ids: Ids, rows: int, base: int
+    ) -> tuple[int, bool]:
+        """The deepest position up to `rows` that can be restored, and whether by an anchor."""
+        total = len(ids)
+        if rows == total and self._has_anchor(reader, names, ids, total):
+            return total, True
+        limit, step = min(rows, total - 1), self._layout.step
+        sliced = limit - limit % step if step else 0
+        found = 0 if step == 1 else self._anchor(reader, names, ids[:limit], max(base, sliced))
+        return (found, True) if found > sliced else (sliced, False)
+
+    def _has_anchor(
+        self, reader: SnapshotReader, names: SequenceOf[bytes], ids: Ids, position: int
+    ) -> bool:
+        name = anchor_digest(digest_at(names, ids, position))
+        return self.records.info(reader, name) is not None
+
+    def _anchor(
+        self, reader: SnapshotReader, names: SequenceOf[bytes], ids: Ids, above: int
+    ) -> int:
+        """The deepest position in (above, len(ids)] with an anchor; 0 if there is none."""
+        for start in range(len(ids) - len(ids) % BLOCK, above - BLOCK, -BLOCK):
+            found = self._anchors_after(reader, names[start // BLOCK], ids, start)
+            if found and max(found) > above:
+                return max(found)
+        return 0
+
+    def _anchors_after(
+        self, reader: SnapshotReader, parent: bytes, ids: Ids, start: int
+    ) -> list[int]:
+        """Positions of the path in [start, start + BLOCK) with an anchor under `parent`."""
+        found = []
+        for digest in self.snapshots.children(parent):
+            info = self.records.info(reader, digest)
+            known = None if info is None else ids_of(info.meta, ANCHOR_KIND, start)
+            if known is not None and shared_rows(known, ids[start:]) == len(known):
+                found.append(start + len(known))
+        return found
+
+    def anchors(self, ids: Ids) -> set[int]:
+        """Every position of the path with an anchor, as far as its rows are stored."""
+        try:
+            names = self.boundaries(ids)
+            with self.snapshots.reader() as reader:
+                depth = self._deepest(reader, names)
+                found = [
+                    self._anchors_after(reader, names[index], ids, index * BLOCK)
+                    for index in range(depth + 1)
+                ]
+        except StorageError:
+            return set()
+        return {position for positions in found for position in positions}
 
     def _partial(
         self, reader: SnapshotReader, parent: bytes, wanted: Ids, start: int
@@ -135,7 +204,7 @@ class DiskStates:
         best: Piece | None = None
         continues = False
         for digest in self.snapshots.children(parent):
-            info = self._info(reader, digest)
+            info = self.records.info(reader, digest)
             ids = None if info is None else ids_of(info.meta, BLOCK_KIND, start)
             if ids is None:
                 continue
@@ -157,11 +226,11 @@ class DiskStates:
             if digest == self.origin.digest:
                 continue
             with self.snapshots.reader() as reader:
-                info = self._info(reader, digest)
+                info = self.records.info(reader, digest)
                 if info is None:
                     continue
                 names = chain(digest, ids[:BLOCK])
-                known = len(names) > 1 and self._info(reader, names[1]) is not None
+                known = len(names) > 1 and self.records.info(reader, names[1]) is not None
                 if not known:
                     known = self._partial(reader, digest, ids[:BLOCK], 0)[0] is not None
             if known:
@@ -169,28 +238,13 @@ class DiskStates:
                 return f"fingerprint:{self.origin.difference(other)}"
         return None
 
-    def was_damaged(self, digest: bytes) -> bool:
-        """Whether this process found the stored state damaged and removed it."""
-        with self._lock:
-            return digest in self._damaged
-
-    def _info(self, reader: SnapshotReader, digest: bytes) -> SnapshotInfo | None:
-        """The record's info; a damaged one counts as absent, until it is written anew."""
-        try:
-            info = reader.info(digest)
-        except StoreDamaged:
-            with self._lock:
-                self._damaged.add(digest)
-            return None
-        return None if digest in self._stuck else info
-
     def _deepest(self, reader: SnapshotReader, names: SequenceOf[bytes]) -> int:
         """Index of the last full block that is stored. Parents outlive children, so the stored
         ones are a prefix of the chain."""
         low, high = 0, len(names) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            if self._info(reader, names[middle]) is None:
+            if self.records.info(reader, names[middle]) is None:
                 high = middle - 1
             else:
                 low = middle
@@ -211,10 +265,10 @@ class DiskStates:
                         read += self._layout.token_bytes * piece.stored_rows
             self.snapshots.touch([piece.digest])  # those above it outlive it
         except StoreDamaged:
-            self._discard(piece.digest)
+            self.records.discard(piece.digest)
             return Restored(read, "damaged")
         except KeyError:  # it went between the look-up and now; what hung on it is of no use
-            self._remove(piece.digest)
+            self.records.remove(piece.digest)
             return Restored(read, "evicted")
         except StorageError as error:
             _log.warning("stored states could not be read: %s", error)
@@ -224,41 +278,30 @@ class DiskStates:
     def _restore_piece(
         self, reader: SnapshotReader, piece: Piece, sequence: Sequence, ids: Ids
     ) -> None:
-        skip = sequence.length - piece.start
-        buffers = self._staging.tensors(piece.stored_rows)
+        stop = piece.start + piece.rows
+        buffers = self._staging.tensors(piece.start, piece.start + piece.stored_rows)
         reader.read_into(piece.digest, memory_of(buffers))
-        sequence.begin(piece.rows - skip)
-        sequence.load({name: block[:, skip : piece.rows] for name, block in buffers.items()})
-        sequence.commit(ids[sequence.length : piece.start + piece.rows])
+        first = sequence.length
+        sequence.begin(stop - first)
+        sequence.load(self._layout.cut(buffers, piece.start, first, stop))
+        sequence.commit(ids[first:stop])
 
-    def restore_row(self, ids: Ids) -> torch.Tensor | None:
-        """The hidden row at the end of `ids`, or None if it is gone or damaged."""
+    def restore_anchor(self, ids: Ids) -> Anchor | Lost:
+        """What the anchor at the end of `ids` adds to the rows, or why it is not there. Nothing
+        that was not read remains in it."""
         name = anchor_digest(digest_at(self.boundaries(ids), ids, len(ids)))
-        row = torch.empty(self._hidden_size, dtype=self._hidden_dtype)
+        row = torch.full((self._hidden_size,), math.nan, dtype=self._hidden_dtype)
+        anchor = Anchor(row, self._layout.empty())
         try:
             with self.snapshots.reader() as reader:
-                reader.read_into(name, memory_of({"row": row}))
+                reader.read_into(name, memory_of(anchor_buffers(anchor)))
+            self.snapshots.touch([name])
         except StoreDamaged:
-            self._discard(name)
-            return None
+            self.records.discard(name)
+            return "damaged"
         except (StorageError, KeyError):
-            return None
-        return row
-
-    def _discard(self, digest: bytes) -> None:
-        """Remove a damaged state; where that cannot be done now, stop using it."""
-        with self._lock:
-            self._damaged.add(digest)
-        if not self._remove(digest):
-            self._stuck.add(digest)
-
-    def _remove(self, digest: bytes) -> bool:
-        try:
-            self.snapshots.remove([digest])
-        except StorageError as error:
-            _log.warning("a damaged state could not be removed: %s", error)
-            return False
-        return True
+            return "evicted"
+        return anchor
 
     # -- writing (persister thread)
 
@@ -266,29 +309,13 @@ class DiskStates:
         """Enter the fingerprint into the store's catalog, so that others can be told apart. Put
         before every path: an eviction may have taken it."""
         parts = json.dumps(dict(self.origin.parts), sort_keys=True).encode()
-        if not self._is_stored(self.origin.digest):
+        if not self.records.is_stored(self.origin.digest):
             self.snapshots.put(
                 [
                     Snapshot(catalog_digest(), None, {}),
                     Snapshot(self.origin.digest, catalog_digest(), {}, meta=parts),
                 ]
             )
-
-    def _is_stored(self, digest: bytes) -> bool:
-        """Whether it is there and readable, as far as its record tells: a damaged record must not
-        keep its state from being written anew."""
-        with self.snapshots.reader() as reader:
-            return self._info(reader, digest) is not None
-
-    def _put(self, snapshots: SequenceOf[Snapshot]) -> None:
-        """Write states that are not stored, in place of damaged ones."""
-        names = {snapshot.digest for snapshot in snapshots}
-        if stuck := names & self._stuck:
-            self.snapshots.remove(list(stuck))  # or else put would find them there
-            self._stuck -= stuck
-        self.snapshots.put(snapshots)
-        with self._lock:
-            self._damaged -= names
 
     def stored_blocks(self, names: SequenceOf[bytes]) -> int:
         """How many of the full blocks with these names (d(0) first) are stored; they are in use."""
@@ -303,40 +330,40 @@ class DiskStates:
         written, 0 if it was there. `names`: the path's boundaries."""
         stop = min(start + BLOCK, len(view.ids))
         digest = digest_at(names, view.ids, stop)
-        if self._is_stored(digest):
+        if self.records.is_stored(digest):
             return 0
         ids = view.ids[start:stop]
         parent = names[start // BLOCK]
         meta = pack_meta(BLOCK_KIND, start, ids)
         stale = self._shorter(parent, ids, start)
         rows = {name: array.data for name, array in view.copy_rows(start, stop).items()}
-        self._put([Snapshot(digest, parent, rows, meta)])
+        self.records.put([Snapshot(digest, parent, rows, meta)])
         if stale:
             self.snapshots.remove(stale)
         return self._layout.token_bytes * (stop - start)
 
     def write_anchors(
-        self, ids: Ids, names: SequenceOf[bytes], rows: Mapping[int, torch.Tensor]
+        self, ids: Ids, names: SequenceOf[bytes], anchors: Mapping[int, Anchor]
     ) -> None:
-        """Write the hidden rows of these positions, whose blocks are there. `names`: the path's
-        boundaries."""
-        snapshots = []
-        for position, row in sorted(rows.items()):
+        """Write the anchors of these positions, whose blocks are there, one by one: the least
+        valuable first, since a store over its budget lets go what was used longest ago. `names`:
+        the path's boundaries."""
+        for position in sorted(anchors, key=lambda p: (anchors[p].rank, p)):
             start = position - position % BLOCK
             name = anchor_digest(digest_at(names, ids, position))
-            if not self._is_stored(name):
-                meta = pack_meta(ROW_KIND, start, ids[start:position])
-                memory = memory_of({"row": row.contiguous()})
-                snapshots.append(Snapshot(name, names[start // BLOCK], memory, meta))
-        if snapshots:
-            self._put(snapshots)
+            if self.records.is_stored(name):
+                self.snapshots.touch([name])
+                continue
+            meta = pack_meta(ANCHOR_KIND, start, ids[start:position])
+            memory = memory_of(anchor_buffers(anchors[position]))
+            self.records.put([Snapshot(name, names[start // BLOCK], memory, meta)])
 
     def _shorter(self, parent: bytes, ids: Ids, start: int) -> list[bytes]:
         """Short blocks under `parent` that a block of these ids makes superfluous."""
         found = []
         with self.snapshots.reader() as reader:
             for digest in self.snapshots.children(parent):
-                info = self._info(reader, digest)
+                info = self.records.info(reader, digest)
                 known = None if info is None else ids_of(info.meta, BLOCK_KIND, start)
                 if known is not None and len(known) < len(ids):
                     if shared_rows(known, ids) == len(known):
@@ -355,40 +382,18 @@ class DiskStates:
             for origin in origins:
                 parent = chain(origin, ids[:block])[block // BLOCK]
                 for digest in self.snapshots.children(parent):
-                    info = self._info(reader, digest)
+                    info = self.records.info(reader, digest)
                     if info is None or concerns(info.meta, wanted, block):
                         doomed.append(digest)
         return self.snapshots.remove(doomed) if doomed else 0
 
     # -- pinning
 
-    def pin(self, owner: str, paths: SequenceOf[Ids]) -> None:
-        """Protect what is stored of these paths, now and later, replacing `owner`'s earlier pins;
-        no paths unpin."""
-        with self._lock:
-            if paths:
-                self._pins[owner] = list(paths)
-            else:
-                self._pins.pop(owner, None)
-        self._pin(owner, paths)
-
-    def refresh_pins(self, ids: Ids) -> None:
-        """More of this path is stored: extend the pins that concern it."""
-        with self._lock:
-            owners = {
-                owner: paths
-                for owner, paths in self._pins.items()
-                if any(shared_rows(path, ids) for path in paths)
-            }
-        for owner, paths in owners.items():
-            self._pin(owner, paths)
-
-    def _pin(self, owner: str, paths: SequenceOf[Ids]) -> None:
-        digests = []
-        for ids in paths:
-            match = self.match(ids)
-            if match.pieces:
-                digests.append(match.pieces[-1].digest)
-            if match.row_known:
-                digests.append(anchor_digest(digest_at(self.boundaries(ids), ids, len(ids))))
-        self.snapshots.pin(owner, digests)
+    def _pin_targets(self, ids: Ids) -> list[bytes]:
+        """What protects the stored part of a path: its last block and its deepest anchor; what is
+        above them outlives them."""
+        match = self.match(ids)
+        targets = [piece.digest for piece in match.pieces[-1:]]
+        if match.anchored:
+            targets.append(anchor_digest(digest_at(self.boundaries(ids), ids, match.usable)))
+        return targets

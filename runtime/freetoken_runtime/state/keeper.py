@@ -11,11 +11,13 @@ from typing import Protocol
 
 import torch
 
-from .anchors import MAX_ANCHORS, thinned
+from .anchors import MAX_ANCHORS, Anchor, AnchoredPath, Rank, retained, thinned
 from .digest import Ids, chain, digest_at
+from .disk import DiskStates
 from .lookup import History, Lookup, Route
 from .prefix import PrefixIndex, Resident, shared_rows
-from .sequence import PathView, Sequence, Spaces
+from .sequence import Sequence, Spaces
+from .spans import PathView
 
 
 class Budget(Protocol):
@@ -23,14 +25,17 @@ class Budget(Protocol):
 
     anchor_bytes: int
 
+    @property
+    def anchor_limit_bytes(self) -> int: ...
+
     def missing(self, size_bytes: int) -> int: ...
 
 
 class Writer(Protocol):
     """What the keeper asks of `persist.Persister`."""
 
-    def enqueue(self, resident: Resident, view: PathView, rows: Mapping[int, torch.Tensor]) -> None:
-        """Write the view's blocks, then the anchors' rows, in the background."""
+    def enqueue(self, resident: Resident, view: PathView, anchors: Mapping[int, Anchor]) -> None:
+        """Write the view's blocks, then the anchors, in the background."""
 
     def rest(self, decoding: bool) -> None:
         """Tokens are being decoded, or no longer."""
@@ -104,7 +109,7 @@ class StateKeeper:
         sequence = resident.sequence
         resident.running = False
         if resident.forget_from is not None:
-            sequence.truncate(min(resident.forget_from, sequence.length))
+            sequence.truncate(sequence.restorable(resident.forget_from))
             resident.forget_from = None
         if sequence.length == 0:
             self._remove(resident)
@@ -115,10 +120,20 @@ class StateKeeper:
         self._merge(resident)
         self._count_anchors()
 
-    def capture(self, resident: Resident, position: int, row: torch.Tensor) -> None:
-        """Keep the hidden row [H] of a position: it becomes an anchor."""
-        resident.sequence.anchors[position] = row.clone()
-        self._budget.anchor_bytes += row.nbytes
+    def capture(
+        self, resident: Resident, position: int, row: torch.Tensor, rank: Rank = Rank.NAMED
+    ) -> None:
+        """Make an anchor of a position, whose hidden row [H] this is; the last pass ended there or
+        was cut there."""
+        sequence = resident.sequence
+        known = sequence.anchors.get(position)
+        if known is not None:
+            rank = max(rank, known.rank)
+        anchor = Anchor(row.clone(), sequence.fixed_at(position), rank)
+        sequence.anchors = {**sequence.anchors, position: anchor}
+        self._budget.anchor_bytes += anchor.size_bytes
+        if self._budget.anchor_bytes > self._budget.anchor_limit_bytes:
+            self._retain(self._budget.anchor_limit_bytes)
 
     def persist(self, resident: Resident) -> None:
         """Hand the path to the writer, if there is one and it has not been told yet."""
@@ -148,6 +163,8 @@ class StateKeeper:
             return True
         for resident in self._index.victims():
             resident.sequence.settle()
+        if self._spaces.pool.layout.fixed_bytes:
+            self._retain(self._budget.anchor_bytes - self._budget.missing(size_bytes))
         drained = self.writer is None
         while self._budget.missing(size_bytes):
             victims = self._index.victims()
@@ -201,9 +218,9 @@ class StateKeeper:
                 resident.forget_from = start
                 continue
             buffers = [span.buffer for span in resident.sequence.spans]
-            resident.sequence.truncate(start)
-            resident.persisted_rows = min(resident.persisted_rows, start)
-            if start == 0:
+            resident.sequence.truncate(resident.sequence.restorable(start))
+            resident.persisted_rows = min(resident.persisted_rows, resident.sequence.length)
+            if resident.sequence.length == 0:
                 self._remove(resident)
             for buffer in buffers:
                 self._spaces.tighten(buffer)
@@ -232,11 +249,12 @@ class StateKeeper:
         }
 
     def _takes_over(self, route: Route) -> bool:
-        """Whether the request grows the resident itself: it is idle and wholly reused."""
+        """Whether the request grows the resident itself: it is idle and wholly reused, its state at
+        the end included."""
         parent = route.resident
-        return (
-            parent is not None and not parent.running and route.ram_rows == parent.sequence.length
-        )
+        if parent is None or parent.running or route.ram_rows != parent.sequence.length:
+            return False
+        return self._spaces.pool.layout.sliceable or not route.disk.usable
 
     def _room_for(self, route: Route, total_rows: int) -> bool:
         """Make room for what the route does not share, sparing what it does."""
@@ -278,47 +296,91 @@ class StateKeeper:
         """Append what the disk holds, and find the row at the end."""
         sequence, disk = resident.sequence, self._lookup.disk
         lost: str | None = None
-        if disk is not None and route.disk.pieces:
-            started = time.perf_counter()
-            restored = disk.restore(sequence, route.disk, ids)
-            lost = restored.lost
-            self.restored_bytes += restored.size_bytes
-            self.on_restored(restored.size_bytes, time.perf_counter() - started)
-            resident.persisted_rows = sequence.length
+        if disk is not None and route.source == "disk":
+            lost = self._restore_from(disk, resident, route, ids)
         row: torch.Tensor | None = None
         if sequence.length == len(ids):
-            row = sequence.anchors.get(len(ids))
-            if row is None and route.row_from == "ram" and route.resident is not None:
-                row = route.resident.sequence.anchors.get(len(ids))
-            if row is None and route.row_from == "disk" and disk is not None:
-                row = disk.restore_row(ids)
-            if row is None:  # it was there when the route was found
-                lost = "damaged" if route.row_from == "disk" else "evicted"
-                sequence.truncate(len(ids) - 1)
+            anchor = sequence.anchors.get(len(ids))
+            if anchor is None and route.resident is not None:
+                anchor = route.resident.sequence.anchors.get(len(ids))
+            if anchor is None:  # it was there when the route was found
+                lost = lost or "evicted"
+                sequence.truncate(sequence.restorable(len(ids) - 1))
             else:
-                sequence.anchors[len(ids)] = row
+                sequence.anchors = {**sequence.anchors, len(ids): anchor}
+                row = anchor.row
         self._count_anchors()
         return Acquired(resident, route, sequence.length, row, lost)
+
+    def _restore_from(
+        self, disk: DiskStates, resident: Resident, route: Route, ids: Ids
+    ) -> str | None:
+        """Append the route's pieces and take up the anchor at their end; returns what was lost, if
+        that failed. What is then left without its state goes."""
+        sequence, started, size_bytes = resident.sequence, time.perf_counter(), 0
+        lost: str | None = None
+        if route.disk.pieces:
+            restored = disk.restore(sequence, route.disk, ids)
+            lost, size_bytes = restored.lost, restored.size_bytes
+            resident.persisted_rows = sequence.length
+        if route.disk.anchored and sequence.length == route.reused:
+            anchor = disk.restore_anchor(ids[: route.reused])
+            if isinstance(anchor, Anchor):
+                sequence.resume(anchor.fixed)
+                sequence.anchors = {**sequence.anchors, route.reused: anchor}
+                size_bytes += anchor.size_bytes
+            else:
+                lost = anchor
+        sequence.shorten()
+        self.restored_bytes += size_bytes
+        self.on_restored(size_bytes, time.perf_counter() - started)
+        return lost
 
     def _merge(self, resident: Resident) -> None:
         """Keep one of two paths when one is the beginning of the other."""
         for other in self._index.subsumed_by(resident):
-            resident.sequence.anchors.update(other.sequence.anchors)
+            self._merge_anchors(other.sequence, resident.sequence)
             self._remove(other)
         for other in self._index:
             if other is resident or other.running:
                 continue
             known = other.sequence.ids
             if shared_rows(known, resident.sequence.ids) == resident.sequence.length:
-                other.sequence.anchors.update(resident.sequence.anchors)
+                self._merge_anchors(resident.sequence, other.sequence)
                 self._remove(resident)
                 self._index.touch(other)
                 return
 
+    def _merge_anchors(self, gone: Sequence, kept: Sequence) -> None:
+        """One path takes over what another one knew."""
+        kept.anchors = {**gone.anchors, **kept.anchors}
+        kept.dropped = (kept.dropped | gone.dropped) - kept.anchors.keys()
+
     def _thin(self, sequence: Sequence) -> None:
-        if len(sequence.anchors) > MAX_ANCHORS:
-            kept = thinned(sequence.anchors, named=(sequence.length,))
-            sequence.anchors = {p: sequence.anchors[p] for p in kept}
+        """Keep the number of a path's anchors within bounds, whatever their bytes."""
+        step, kept = 1, set(sequence.anchors)
+        while len(kept) > MAX_ANCHORS:
+            kept = thinned(sequence.anchors, sequence.length, step)
+            step *= 2
+        self._keep_only(sequence, kept)
+
+    def _retain(self, limit_bytes: int) -> None:
+        """Let anchors of all paths go until they take no more than this, the least valuable
+        first."""
+        residents = sorted(self._index, key=lambda r: r.last_used)
+        paths = [
+            AnchoredPath(r.sequence.anchors, r.sequence.length, lasting=bool(r.pinned_by))
+            for r in residents
+        ]
+        for resident, kept in zip(residents, retained(paths, limit_bytes), strict=True):
+            self._keep_only(resident.sequence, kept)
+        self._count_anchors()
+
+    def _keep_only(self, sequence: Sequence, kept: set[int]) -> None:
+        gone = sequence.anchors.keys() - kept
+        if gone:
+            sequence.dropped = sequence.dropped | gone
+            sequence.anchors = {p: sequence.anchors[p] for p in sorted(kept)}
 
     def _remove(self, resident: Resident) -> None:
         self._index.remove(resident)
@@ -326,5 +388,5 @@ class StateKeeper:
         self._count_anchors()
 
     def _count_anchors(self) -> None:
-        kept = (row for r in self._index for row in r.sequence.anchors.values())
-        self._budget.anchor_bytes = sum({id(row): row.nbytes for row in kept}.values())
+        kept = (anchor for r in self._index for anchor in r.sequence.anchors.values())
+        self._budget.anchor_bytes = sum({id(x): x.size_bytes for x in kept}.values())

@@ -72,24 +72,33 @@ class Lookup:
         """The cheapest way to the state at the end of `ids` (at least one id)."""
         total = len(ids)
         ram = self._index.match(ids)
-        reused = _reusable(ram.rows, total, ram.row_known)
         route = Route(
-            resident=ram.resident if reused else None,
-            ram_rows=reused,
+            resident=ram.resident if ram.usable else None,
+            ram_rows=ram.usable,
             disk=NOTHING,
-            reused=reused,
-            row_from="ram" if reused == total else None,
-            source="ram" if reused else "none",
+            reused=ram.usable,
+            row_from="ram" if ram.usable == total else None,
+            source="ram" if ram.usable else "none",
             miss=None,
         )
         disk = self.disk
         stored = NOTHING
-        if disk is not None and reused < total:
-            stored = disk.match(ids, floor=ram.rows)
+        if disk is not None and route.reused < total:
+            stored = disk.match(ids, floor=ram.rows, base=ram.usable)
             route = _through_disk(route, ram, stored, total)
         if route.reused == total:
             return route
         return replace(route, miss=self._miss(ids, ram, stored, disk, route.reused))
+
+    def positions(self, ids: Ids) -> set[int]:
+        """Where the path can be restored by an anchor, from RAM or disk, and the deepest position
+        that can be restored without one."""
+        found = self._index.positions(ids)
+        disk = self.disk
+        if disk is None:
+            return found
+        rows = max(self._index.match(ids).rows, disk.match(ids).position)
+        return found | {position for position in disk.anchors(ids) if position <= rows}
 
     def known_rows(self, ids: Ids) -> int:
         """How many leading rows of the path are in RAM or on disk."""
@@ -103,8 +112,14 @@ class Lookup:
     ) -> PathMiss:
         total = len(ids)
         rows = max(ram.rows, stored.position)
+        sequence = ram.deepest.sequence if ram.deepest is not None else None
+        reach = min(rows, total - 1)  # what anchors in every place would have reused
+        gone = (
+            [] if sequence is None else [p for p in list(sequence.dropped) if reused < p <= reach]
+        )
+        gap, dropped = reach - reused, max(gone, default=None)
         if rows == total:
-            return PathMiss(total - 1, "no_anchor", 1)
+            return PathMiss(total - 1, "no_anchor", total - reused, gap, dropped)
         names = chain(self.root, ids)
         wanted = {digest_at(names, ids, total)}
         boundary = rows - rows % BLOCK + BLOCK
@@ -112,7 +127,7 @@ class Lookup:
             wanted.add(names[boundary // BLOCK])
         goes_on = (ram.goes_on and ram.rows == rows) or (stored.goes_on and stored.position == rows)
         foreign = disk.foreign(ids) if disk is not None and rows < BLOCK else None
-        if disk is not None and any(disk.was_damaged(name) for name in wanted):
+        if disk is not None and any(disk.records.was_damaged(name) for name in wanted):
             cause = "damaged"
         elif any(name in self._history for name in wanted):
             cause = "evicted"
@@ -120,34 +135,27 @@ class Lookup:
             cause = foreign
         else:
             cause = "different_ids" if goes_on else "never_computed"
-        return PathMiss(rows, cause, total - reused)
-
-
-def _reusable(rows: int, total: int, row_known: bool) -> int:
-    """The last position is of use only with its hidden row; else it is forwarded once more."""
-    return total if rows == total and row_known else min(rows, total - 1)
+        return PathMiss(rows, cause, total - reused, gap, dropped)
 
 
 def _through_disk(route: Route, ram: RamMatch, stored: DiskMatch, total: int) -> Route:
-    """The route with the store's pieces, if they reach further."""
-    row_from: Literal["ram", "disk"] | None = None
-    if max(ram.rows, stored.position) == total:
-        row_from = "ram" if ram.row_known else "disk" if stored.row_known else None
-    reused = _reusable(max(ram.rows, stored.position), total, row_from is not None)
+    """The route with the store's pieces, if they reach further. Rows at hand are not read again,
+    whichever path in RAM holds them."""
+    reused = stored.usable
     if reused <= route.reused:
         return route
+    base = min(ram.rows, reused)
     pieces = tuple(
         replace(piece, rows=min(piece.rows, reused - piece.start))
         for piece in stored.pieces
-        if piece.start < reused
+        if base < reused and piece.start < reused
     )
-    base = min(ram.rows, reused)
     return replace(
         route,
-        resident=ram.resident if base else None,
+        resident=ram.deepest if base else None,
         ram_rows=base,
-        disk=replace(stored, pieces=pieces if reused > base else ()),
+        disk=replace(stored, pieces=pieces),
         reused=reused,
-        row_from=row_from,
+        row_from="disk" if reused == total else None,
         source="disk",
     )

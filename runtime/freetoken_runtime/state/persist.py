@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write-behind: frozen views of paths go to the snapshot store on a thread of their own.
 
-    enqueue ──▶ queue, one job per resident ──▶ blocks, in path order ──▶ anchors' rows
+    enqueue ──▶ queue, one job per resident ──▶ blocks, in path order ──▶ anchors
 
 Blocks go before the anchor that makes them worth finding. The thread rests while tokens decode
 (writing triples decode time) unless somebody waits or too much has piled up. It reads rows that
@@ -14,16 +14,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from freetoken_storage.errors import FreetokenError
 
 from ..errors import EngineFault
+from .anchors import Anchor
 from .digest import BLOCK, Ids
 from .disk import DiskStates
 from .lookup import History
 from .prefix import Resident, shared_rows
-from .sequence import PathView
+from .spans import PathView
 
 _log = logging.getLogger(__name__)
 BACKLOG_BYTES = 256 << 20  # beyond this it writes while tokens decode
@@ -33,7 +32,7 @@ BACKLOG_BYTES = 256 << 20  # beyond this it writes while tokens decode
 class _Job:
     resident: Resident
     view: PathView
-    rows: Mapping[int, torch.Tensor]
+    anchors: Mapping[int, Anchor]
 
 
 class Persister:
@@ -59,11 +58,11 @@ class Persister:
 
     # -- for the owner thread
 
-    def enqueue(self, resident: Resident, view: PathView, rows: Mapping[int, torch.Tensor]) -> None:
-        """Write the view's blocks, then the anchors' rows. A queued job of the same resident is
+    def enqueue(self, resident: Resident, view: PathView, anchors: Mapping[int, Anchor]) -> None:
+        """Write the view's blocks, then the anchors. A queued job of the same resident is
         replaced: a path only grows while it is queued."""
         with self._changed:
-            self._queue[resident] = _Job(resident, view, rows)
+            self._queue[resident] = _Job(resident, view, anchors)
             self._changed.notify_all()
 
     def rest(self, decoding: bool) -> None:
@@ -216,13 +215,13 @@ class Persister:
                 return
             self.written_bytes += self._disk.write_block(job.view, names, start)
             start = min(start + BLOCK, len(ids))
-            self._persisted(job, min(start, len(ids) - 1))  # whole only with the anchors' rows
+            self._persisted(job, min(start, len(ids) - 1))  # whole only with the anchors
         if not self._may_go_on(job):
             return
-        self._disk.write_anchors(ids, names, job.rows)
+        self._disk.write_anchors(ids, names, job.anchors)
         self._persisted(job, len(ids))
         self._history.remember(names[1:])
-        self._disk.refresh_pins(ids)
+        self._disk.pins.refresh(ids)
 
     def _persisted(self, job: _Job, rows: int) -> None:
         job.resident.persisted_rows = max(job.resident.persisted_rows, rows)

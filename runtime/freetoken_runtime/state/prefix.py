@@ -44,10 +44,14 @@ class Resident:
 
 @dataclass(frozen=True)
 class RamMatch:
-    """The best resident for a path: `rows` leading rows are shared; `row_known`: the hidden row at
-    the path's own end is there; `goes_on`: a resident continues with other ids from there."""
+    """What RAM holds of a path. `resident` can be restored at `usable`, the deepest such position;
+    `deepest` shares the most rows with the path, `rows`, restorable there or not. `row_known`: the
+    hidden row at the path's own end is there, too; `goes_on`: a path in RAM continues with other
+    ids where the shared rows end."""
 
     resident: Resident | None
+    usable: int
+    deepest: Resident | None
     rows: int
     row_known: bool
     goes_on: bool
@@ -69,24 +73,40 @@ class PrefixIndex:
             return iter(list(self._residents))
 
     def match(self, ids: Ids) -> RamMatch:
-        """The resident that shares most of `ids`; among equals one that knows the last row."""
+        """The residents that serve `ids` best; among equals an idle one that ends there."""
         with self._lock:
             residents = list(self._residents)
         best: Resident | None = None
-        best_key = (0, False, False)
-        goes_on = False
+        deepest: Resident | None = None
+        best_key = (0, False)
+        deepest_key = (0, False)
+        row_known = goes_on = False
         for resident in residents:
             known = resident.sequence.ids
             rows = shared_rows(known, ids)
-            row_known = rows == len(ids) and rows in resident.sequence.anchors
-            key = (rows, row_known, rows == len(known) and not resident.running)
+            whole = rows == len(ids) and rows in resident.sequence.anchors
+            usable = rows if whole else resident.sequence.restorable(min(rows, len(ids) - 1))
+            ends_there = rows == len(known) and not resident.running
             continues = rows < len(known) and rows < len(ids)
-            goes_on = (
-                continues if rows > best_key[0] else goes_on or (continues and rows == best_key[0])
-            )
-            if key > best_key:
-                best, best_key = resident, key
-        return RamMatch(best, best_key[0], best_key[1], goes_on)
+            if rows >= deepest_key[0]:
+                goes_on = continues or (goes_on and rows == deepest_key[0])
+            if (rows, ends_there) > deepest_key:
+                deepest, deepest_key = resident, (rows, ends_there)
+            if (usable, ends_there) > best_key:
+                best, best_key = resident, (usable, ends_there)
+                row_known = row_known or whole
+        return RamMatch(best, best_key[0], deepest, deepest_key[0], row_known, goes_on)
+
+    def positions(self, ids: Ids) -> set[int]:
+        """Where the path can be restored from RAM: its anchors, and what can be sliced is told by
+        `match`."""
+        found: set[int] = set()
+        for resident in self:
+            sequence = resident.sequence
+            rows = shared_rows(sequence.ids, ids)
+            found.update(p for p in list(sequence.anchors) if p <= rows)
+            found.update(() if sequence.restorable(rows) == 0 else (sequence.restorable(rows),))
+        return found
 
     def add(self, resident: Resident) -> None:
         """Owner thread. A running path is visible at once: others may share its rows."""

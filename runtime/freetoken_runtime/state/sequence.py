@@ -7,54 +7,29 @@
 
 Like slices of an append-only array: forking, truncating and restoring make views. Two sequences
 whose last spans end at the same mark may both grow; the first to claim rows keeps growing in
-place, the other gets a tail of its own. Only the owner thread changes sequences; `ids`, `length`
-and `anchors` may be read from any thread.
+place, the other gets a tail of its own.
+
+What every token overwrites (recurrent states, convolution tails, open groups) is never changed in
+place: each pass hands over new tensors, so an anchor is a reference to those of its position.
+
+Only the owner thread changes sequences; `ids`, `length`, `anchors` and `restorable` may be read
+from any thread.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from .buffers import KVBuffer, Pool
+from .anchors import Anchor
+from .buffers import Fixed, KVBuffer, Pool
+from .digest import Ids
+from .spans import PathView, Span, cut
 
 MAX_SPANS = 4  # attention over more pieces costs more than copying the short ones
 GROWTH_ROWS = 1024  # a tail doubles up to this many rows, then grows by them
-
-Ids = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Span:
-    """The first `rows` rows of a buffer. They never change."""
-
-    buffer: KVBuffer
-    rows: int
-
-
-@dataclass(frozen=True)
-class PathView:
-    """A frozen picture of a sequence, for the persister: stays valid whatever the sequence does."""
-
-    ids: Ids
-    spans: tuple[Span, ...]
-
-    def copy_rows(self, start: int, stop: int) -> dict[str, npt.NDArray[np.uint8]]:
-        """Rows [start, stop) of the path as named, contiguous bytes of [L, rows, H, D]. Copied by
-        numpy: torch would start a team of threads of its own here."""
-        parts: list[dict[str, npt.NDArray[np.uint8]]] = []
-        offset = 0
-        for span in self.spans:
-            low, high = max(start, offset), min(stop, offset + span.rows)
-            if low < high:
-                rows = span.buffer.rows(low - offset, high - offset)
-                parts.append({name: t.view(torch.uint8).numpy() for name, t in rows.items()})
-            offset += span.rows
-        return {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
 
 
 class Spaces:
@@ -62,6 +37,7 @@ class Spaces:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self.zeros = pool.layout.zeros()  # the overwritten buffers at the start of every path
         self._holders: WeakKeyDictionary[KVBuffer, WeakSet[Sequence]] = WeakKeyDictionary()
 
     def hold(self, buffer: KVBuffer, sequence: "Sequence") -> None:
@@ -78,7 +54,7 @@ class Spaces:
         holders = list(self._holders.get(old, ()))
         assert all(holder._writes_to() is not old for holder in holders), "moved while written"
         used = self.used_rows(old)
-        new = self.pool.allocate(max(capacity, used))
+        new = self.pool.allocate(max(capacity, used), old.origin)
         new.copy_rows(old, 0, used, at=new.claim(used))
         for sequence in holders:
             sequence._repoint(old, new)
@@ -86,7 +62,7 @@ class Spaces:
 
     def bytes_for(self, rows: int) -> int:
         """Bytes of a new buffer with room for `rows` rows."""
-        return self.pool.capacity_for(rows) * self.pool.layout.token_bytes
+        return self.pool.layout.capacity_bytes(self.pool.capacity_for(rows))
 
     def tighten(self, buffer: KVBuffer) -> None:
         """Copy the rows in use to a buffer of their size if they are less than half of this one."""
@@ -107,12 +83,17 @@ class Sequence:
     def __init__(self, spaces: Spaces) -> None:
         self._spaces = spaces
         self.spans: list[Span] = []
-        self.anchors: dict[int, torch.Tensor] = {}  # position -> hidden row [H] of its last token
+        self.anchors: dict[int, Anchor] = {}  # by position
+        self.dropped: set[int] = set()  # positions of anchors that gave way to others
         self._ids: Ids = np.empty(64, dtype=np.int32)
         self._length = 0
         self.reserved = 0  # rows still to come that have room already
         self._pending = 0  # rows of the pass under way
         self._write_at: tuple[KVBuffer, int] | None = None
+        # The overwritten buffers at `length`; None where only rows are at hand.
+        self._fixed: Fixed | None = spaces.zeros
+        self._kept: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}  # rows -> layer -> buffers
+        self._handed_over: dict[int, Fixed] = {}  # position -> buffers, of the last pass
 
     # -- what any thread may read
 
@@ -126,6 +107,17 @@ class Sequence:
         length = self._length
         return self._ids[:length]
 
+    def restorable(self, limit: int) -> int:
+        """The last position up to `limit` at which every layer's state is at hand."""
+        layout, length = self._spaces.pool.layout, self._length
+        if layout.sliceable:
+            return min(limit, length)
+        if limit >= length and self._fixed is not None:
+            return length
+        limit = min(limit, length)
+        sliced = limit - limit % layout.step if layout.step else 0
+        return max((p for p in list(self.anchors) if sliced < p <= limit), default=sliced)
+
     # -- a forward pass
 
     def room_needed(self, rows: int) -> int:
@@ -135,7 +127,7 @@ class Sequence:
             sizes = [span.rows for span in self.spans] + [rows]
             pairs = [a + b for a, b in zip(sizes, sizes[1:], strict=False)]
             needed += self._spaces.pool.capacity_for(min(pairs) + rows)
-        return needed * self._spaces.pool.layout.token_bytes
+        return self._spaces.pool.layout.capacity_bytes(needed) if needed else 0
 
     def reserve(self, rows: int) -> None:
         """Make the next `begin`s of `rows` rows in all allocate at most once, now."""
@@ -153,13 +145,16 @@ class Sequence:
         self._pending = rows
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store this pass's rows of a layer: k [n, H, Dk], v [n, H, Dv]."""
-        assert self._write_at is not None and k.shape[0] == self._pending, (k.shape, self._pending)
+        """Store this pass's rows of a layer: k [n, H, Dk], v [n, H, Dv], where n is the number of
+        its groups that close in this pass."""
+        assert self._write_at is not None, "write outside begin and commit"
         buffer, start = self._write_at
         pair = buffer.layers[layer]
         assert pair is not None, layer
-        pair[0][start : start + self._pending].copy_(k)
-        pair[1][start : start + self._pending].copy_(v)
+        first, last = buffer.local(layer, start, start + self._pending)
+        assert k.shape[0] == last - first, (k.shape, first, last)
+        pair[0][first:last].copy_(k)
+        pair[1][first:last].copy_(v)
 
     def load(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Store the rows of this pass for all layers at once, from named tensors [L, n, H, D].
@@ -177,11 +172,35 @@ class Sequence:
         last = len(self.spans) - 1
         for index, span in enumerate(self.spans):
             rows = span.rows + self._pending if new and index == last else span.rows
-            if rows:
-                pair = span.buffer.layers[layer]
-                assert pair is not None, layer
-                pieces.append((pair[0][:rows], pair[1][:rows]))
+            pair = span.buffer.layers[layer]
+            assert pair is not None, layer
+            _, stop = span.buffer.local(layer, 0, rows)
+            if stop:
+                pieces.append((pair[0][:stop], pair[1][:stop]))
         return pieces
+
+    def fixed(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The layer's overwritten buffers before this pass. Never change them in place."""
+        assert self._fixed is not None, "rows without the state that goes with them"
+        return self._fixed[layer]
+
+    def keep(self, layer: int, rows: int, buffers: tuple[torch.Tensor, ...]) -> None:
+        """The layer's overwritten buffers after `rows` rows of this pass."""
+        assert 0 < rows <= self._pending, (rows, self._pending)
+        self._kept.setdefault(rows, {})[layer] = buffers
+
+    def fixed_at(self, position: int) -> Fixed:
+        """The overwritten buffers at a position where the last pass handed them over, or where the
+        sequence stands."""
+        if not self._spaces.pool.layout.fixed_bytes:
+            return self._spaces.zeros
+        found = self._fixed if position == self._length else self._handed_over.get(position)
+        assert found is not None, (position, self._length)
+        return found
+
+    def resume(self, fixed: Fixed) -> None:
+        """Go on from rows that were loaded, with the overwritten buffers that belong there."""
+        self._fixed = fixed
 
     def commit(self, ids: SequenceOf[int] | Ids) -> None:
         """Make the rows of this pass permanent, under their ids."""
@@ -189,7 +208,10 @@ class Sequence:
         self._append_ids(ids)
         last = self.spans[-1]
         self.spans[-1] = Span(last.buffer, last.rows + self._pending)
+        self._handed_over = self._take_kept()
         self._length += self._pending
+        if self._spaces.pool.layout.fixed_bytes:  # rows that were loaded leave it open
+            self._fixed = self._handed_over.get(self._length)
         self.reserved = max(0, self.reserved - self._pending)
         self._pending, self._write_at = 0, None
 
@@ -200,35 +222,50 @@ class Sequence:
             if buffer.mark == start + self._pending:
                 buffer.mark = start
         self._pending, self._write_at = 0, None
+        self._kept = {}
         self._drop_empty()
 
     # -- views
 
     def fork(self, at: int | None = None) -> "Sequence":
-        """A sequence of the first `at` rows (all by default) that shares every row."""
+        """A sequence of the first `at` rows (all by default) that shares every row. Where the
+        state at `at` is not at hand (`restorable`), it must `resume` before it can grow."""
         at = self._length if at is None else at
         assert 0 <= at <= self._length and self._pending == 0, (at, self._length, self._pending)
         twin = Sequence(self._spaces)
         twin._ids = self._ids[:at].copy()
         twin._length = at
-        twin.anchors = {p: row for p, row in self.anchors.items() if p <= at}
-        twin.spans = _cut(self.spans, at)
+        twin.anchors = {p: anchor for p, anchor in self.anchors.items() if p <= at}
+        twin.dropped = {p for p in self.dropped if p <= at}
+        twin._fixed = self._state_at(at)
+        twin.spans = cut(self.spans, at)
         for span in twin.spans:
             self._spaces.hold(span.buffer, twin)
         return twin
 
     def truncate(self, at: int) -> None:
-        """Keep the first `at` rows. Rows and anchors beyond are no longer this sequence's."""
+        """Keep the first `at` rows, as `fork` would. Rows and anchors beyond are no longer this
+        sequence's."""
         assert 0 <= at <= self._length and self._pending == 0, (at, self._length, self._pending)
-        self._set_spans(_cut(self.spans, at))
+        self._fixed = self._state_at(at)
+        self._handed_over = {}
+        self._set_spans(cut(self.spans, at))
         self._ids = self._ids[:at].copy()
         self._length = at
-        self.anchors = {p: row for p, row in self.anchors.items() if p <= at}
+        self.anchors = {p: anchor for p, anchor in self.anchors.items() if p <= at}
+        self.dropped = {p for p in self.dropped if p <= at}
+
+    def shorten(self) -> None:
+        """Let go of rows beyond the last position whose state is at hand, after rows were loaded
+        without it."""
+        at = self.restorable(self._length)
+        if at < self._length or self._fixed is None:
+            self.truncate(at)
 
     def view(self, at: int | None = None) -> PathView:
         """A frozen picture of the first `at` rows."""
         at = self._length if at is None else at
-        return PathView(self.ids[:at], tuple(_cut(self.spans, at)))
+        return PathView(self.ids[:at], tuple(cut(self.spans, at)))
 
     def settle(self) -> None:
         """Give back what no sequence looks at: buffers used to less than half are copied tight."""
@@ -242,6 +279,7 @@ class Sequence:
         self._set_spans([])
         self.anchors = {}
         self._ids, self._length = np.empty(0, dtype=np.int32), 0
+        self._fixed, self._handed_over = None, {}
 
     @property
     def size_bytes(self) -> int:
@@ -249,6 +287,28 @@ class Sequence:
         return sum({id(s.buffer): s.buffer.size_bytes for s in self.spans}.values())
 
     # -- inside
+
+    def _take_kept(self) -> dict[int, Fixed]:
+        """What the mixers handed over in this pass, by position."""
+        kept, self._kept = self._kept, {}
+        layout = self._spaces.pool.layout
+        taken = {}
+        for rows, by_layer in kept.items():
+            fixed = tuple(by_layer.get(layer, ()) for layer in range(layout.num_layers))
+            shapes = tuple(tuple(tuple(t.shape) for t in buffers) for buffers in fixed)
+            assert shapes == layout.fixed, (rows, shapes)
+            taken[self._length + rows] = fixed
+        return taken
+
+    def _state_at(self, position: int) -> Fixed | None:
+        """The overwritten buffers at a position, if they are at hand."""
+        layout = self._spaces.pool.layout
+        if position == self._length and self._fixed is not None:
+            return self._fixed
+        if position in self.anchors:
+            return self.anchors[position].fixed
+        sliced = position % layout.step == 0 if layout.step else position == 0
+        return self._spaces.zeros if sliced else None
 
     def _writes_to(self) -> KVBuffer | None:
         return self._write_at[0] if self._write_at is not None else None
@@ -271,7 +331,7 @@ class Sequence:
         if self._at_mark():
             self._spaces.move(self.spans[-1].buffer, capacity)
             return
-        tail = self._spaces.pool.allocate(capacity)
+        tail = self._spaces.pool.allocate(capacity, self._length)
         self._set_spans([*self.spans, Span(tail, 0)])
         while len(self.spans) > MAX_SPANS:
             self._merge_shortest(rows)
@@ -282,7 +342,7 @@ class Sequence:
         index = sizes.index(min(sizes))
         first, second = self.spans[index : index + 2]
         spare = rows if index + 2 == len(self.spans) else 0
-        merged = self._spaces.pool.allocate(first.rows + second.rows + spare)
+        merged = self._spaces.pool.allocate(first.rows + second.rows + spare, first.buffer.origin)
         for span in (first, second):
             merged.copy_rows(span.buffer, 0, span.rows, at=merged.claim(span.rows))
         new = Span(merged, merged.mark)
@@ -316,16 +376,3 @@ class Sequence:
             grown[: self._length] = self._ids[: self._length]
             self._ids = grown
         self._ids[self._length : end] = ids
-
-
-def _cut(spans: SequenceOf[Span], rows: int) -> list[Span]:
-    """The spans of the first `rows` rows."""
-    kept: list[Span] = []
-    for span in spans:
-        if rows <= 0:
-            break
-        take = min(rows, span.rows)
-        if take:
-            kept.append(Span(span.buffer, take))
-        rows -= take
-    return kept

@@ -3,26 +3,28 @@
 
     meta    magic 4s  position of the first id u32  ids u32  the ids int32 ...   little-endian
 
-A block's ids are its own; a row's ids lead from the boundary before it to its position.
+A block's ids are its own; an anchor's ids lead from the boundary before it to its position.
 """
 
+import math
 import struct
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
+from .anchors import Anchor
 from .buffers import StateLayout
 from .digest import BLOCK, Ids, as_ids
 from .prefix import shared_rows
 
 _META = struct.Struct("<4sII")
 BLOCK_KIND = b"KVB1"
-ROW_KIND = b"ROW1"
+ANCHOR_KIND = b"ROW1"
 
 
 def pack_meta(kind: bytes, start: int, ids: Ids) -> bytes:
-    """The meta of a block or row whose ids begin at `start`."""
+    """The meta of a block or anchor whose ids begin at `start`."""
     return _META.pack(kind, start, len(ids)) + as_ids(ids).tobytes()
 
 
@@ -37,8 +39,8 @@ def ids_of(meta: bytes, kind: bytes, start: int) -> Ids | None:
 
 
 def concerns(meta: bytes, wanted: Ids, start: int) -> bool:
-    """Whether a block or row that begins at `start` holds all of the ids `wanted`."""
-    found = (ids_of(meta, kind, start) for kind in (BLOCK_KIND, ROW_KIND))
+    """Whether a block or anchor that begins at `start` holds all of the ids `wanted`."""
+    found = (ids_of(meta, kind, start) for kind in (BLOCK_KIND, ANCHOR_KIND))
     return any(ids is not None and shared_rows(ids, wanted) == len(wanted) for ids in found)
 
 
@@ -49,22 +51,29 @@ def memory_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, memoryview]:
     }
 
 
+def anchor_buffers(anchor: Anchor) -> dict[str, torch.Tensor]:
+    """An anchor's tensors by name: `row`, and `<layer>.<index>` for what tokens overwrite."""
+    named = {"row": anchor.row}
+    for layer, buffers in enumerate(anchor.fixed):
+        named |= {f"{layer}.{index}": buffer for index, buffer in enumerate(buffers)}
+    return {name: tensor.contiguous() for name, tensor in named.items()}
+
+
 class Staging:
     """Memory for one block on its way from the store. Used by one thread."""
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
-        self._bytes = torch.empty(max(1, layout.token_bytes * BLOCK), dtype=torch.uint8)
+        self._bytes = torch.empty(max(1, layout.capacity_bytes(BLOCK)), dtype=torch.uint8)
 
-    def tensors(self, rows: int) -> dict[str, torch.Tensor]:
-        """Named tensors [L, rows, H, D] over the memory; valid until the next call."""
+    def tensors(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Named tensors over the memory for tokens [start, stop) of a path; valid until the next
+        call."""
         tensors: dict[str, torch.Tensor] = {}
-        sizes = self._layout.buffer_sizes(rows)
         offset = 0
-        for index, group in enumerate(self._layout.groups):
-            shape = group.shape
-            for name, dim in ((f"k{index}", shape.key_dim), (f"v{index}", shape.value_dim)):
-                flat = self._bytes[offset : offset + sizes[name]].view(shape.dtype)
-                tensors[name] = flat.view(len(group.layers), rows, shape.heads, dim)
-                offset += sizes[name]
+        for name, dims in self._layout.buffer_dims(start, stop).items():
+            dtype = self._layout.dtype_of(name)
+            size_bytes = math.prod(dims) * dtype.itemsize
+            tensors[name] = self._bytes[offset : offset + size_bytes].view(dtype).view(dims)
+            offset += size_bytes
         return tensors
