@@ -25,7 +25,7 @@ from .kernels.integers import (
     stack_int4,
     stack_int8,
 )
-from .layers import attention, mlp
+from .layers import attention, mlp, moe
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from .layers.linear import DenseLinear, IntegerLinear, Linear
 from .layers.norm import RmsNorm
@@ -35,6 +35,7 @@ from .safetensors_weights import SafetensorsFolder
 from .spec import LayerSpec, ModelSpec
 from .specs.attention import AttentionSpec
 from .specs.mlp import MlpSpec
+from .specs.moe import MoeSpec
 from .weight_source import WeightSource
 
 INT4_GROUP = 32  # as in GGUF; larger groups are no faster (docs/decisions/0012-int4.md)
@@ -47,6 +48,7 @@ _MIXERS: Mapping[type, Callable[[Any, Parts], Mixer]] = {
 }
 _FEED_FORWARDS: Mapping[type, Callable[[Any, Parts], FeedForward]] = {
     MlpSpec: mlp.build,
+    MoeSpec: moe.build,
 }
 
 
