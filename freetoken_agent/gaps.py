@@ -7,12 +7,12 @@ whose windows were seen to differ from whole renderings is always rendered whole
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .errors import TemplateUnsupported
 from .frames import Extent, Grammar, Part, Rendering, fill_gap, gap_marks
-from .items import ASSISTANT_KINDS, DEFAULT_OPTIONS, Item, Options, same_message
+from .items import ASSISTANT_KINDS, DEFAULT_OPTIONS, Item, Kind, Options, same_message
 from .sentinels import find_marks, sentinel
 
 PREAMBLE_KINDS = frozenset(("system", "tools"))
@@ -22,6 +22,22 @@ SAMPLE_TOOLS = (
     '"parameters": {"type": "object", "properties": {"word": {"type": "string", '
     '"description": "What."}}, "required": ["word"]}}}]'
 )
+_WORDS: Mapping[Kind, str] = {
+    "thinking": "thought",
+    "text": "text",
+    "tool_call": "tool call",
+    "tool_result": "result",
+    "user": "user message",
+    "system": "system text",
+    "tools": "tool list",
+}
+_TOGETHER, _NEITHER = "thought together with a text", "text or thought"
+_OMISSIONS: Mapping[str, str] = {
+    "text": "leave the text out of the message, or delete() it first",
+    "thought": "leave the thought out of the message, or delete() it first",
+    _TOGETHER: "leave one of the two out of the message, or delete() it first",
+    _NEITHER: "leave both out of the message, or delete() them first",
+}
 _ANY_CALL = Item("tool_call", name="f", arguments={}, call_id="lent")
 
 
@@ -80,14 +96,58 @@ class GapSource:
         shows both neighbours there, else from the path up to the right neighbour."""
         alone = len(items) - start == 1
         if alone and self._windows and start > preamble_length(items):
-            return [self.single(items, start, options)]
+            return [self._explained(items, start, options)]
         try:
             rendering = self._whole(items, options)
         except TemplateUnsupported:
-            return [self.single(items, index, options) for index in range(start, len(items))]
+            return [self._explained(items, index, options) for index in range(start, len(items))]
         return [
             self._from_run(rendering, items, index, options) for index in range(start, len(items))
         ]
+
+    def _explained(self, items: Sequence[Item], index: int, options: Options) -> list[Part]:
+        """As `single`; where the template keeps two kinds of content not in one message, its error
+        says which."""
+        try:
+            return self.single(items, index, options)
+        except TemplateUnsupported as error:
+            unwanted = self._unwanted(items, index, options)
+            if not unwanted:
+                raise
+            here = _WORDS[items[index].kind]
+            raise TemplateUnsupported(
+                f"the chat template keeps no {unwanted} beside a {here} in one assistant message",
+                value=error.value or error.what,
+                remedy=_OMISSIONS[unwanted],
+            ) from error
+
+    def _unwanted(self, items: Sequence[Item], index: int, options: Options) -> str:
+        """What the item's own message must not hold for the template to have a place for it, in
+        words; "" if that is not it."""
+        message = items[message_start(items, index) : index]
+        text, thinking = (any(i.kind == kind for i in message) for kind in ("text", "thinking"))
+        without_text = text and self._holds_without(items, index, ("text",), options)
+        without_thought = thinking and self._holds_without(items, index, ("thinking",), options)
+        if without_text and without_thought:
+            return _TOGETHER
+        if without_text or without_thought:
+            return "text" if without_text else "thought"
+        both = text and thinking
+        if both and self._holds_without(items, index, ("text", "thinking"), options):
+            return _NEITHER
+        return ""
+
+    def _holds_without(
+        self, items: Sequence[Item], index: int, kinds: Sequence[Kind], options: Options
+    ) -> bool:
+        start = message_start(items, index)
+        kept = [i for i in items[start:index] if i.kind not in kinds]
+        shown = [*items[:start], *kept, items[index]]
+        try:
+            self.single(shown, len(shown) - 1, options)
+        except TemplateUnsupported:
+            return False
+        return True
 
     def single(self, items: Sequence[Item], index: int, options: Options) -> list[Part]:
         """The gap before one item, looking at nothing after it."""
@@ -155,7 +215,7 @@ class GapSource:
             text = rendering.text[left[1] : right[0]]
             if not gap_marks(text):
                 return fill_gap(text, items)
-        return self.single(items, index, options)
+        return self._explained(items, index, options)
 
     def _whole(
         self, items: Sequence[Item], options: Options, *, generation: bool = False
