@@ -20,10 +20,10 @@ from itertools import pairwise
 
 import torch
 
-# One thread, 256 rows, 16 key heads and 32 value heads of 128: chunks of 32 rows are 17 % faster
-# than chunks of 64 and 45 % faster than chunks of 128.
+# One thread, 256 rows, 16 key heads and 32 value heads of 128: chunks of 16 or 32 rows take 18 ms,
+# of 64 rows 22 ms, of 128 rows 28 ms.
 CHUNK = 32
-_ROWS = 1024  # rows whose chunk matrices exist at once; more would only take memory
+_ROWS = 128  # rows whose chunk matrices exist at once, in the cache
 
 
 def scan(
@@ -122,9 +122,9 @@ def _chunk_maps(
         keys_queries=both.view(chunks, heads, 2 * size, dim),
         write=inverse.mul_(betas[..., None, :]),
         mix=between.mul_(cross[:, :, :, 1]),
-        past=sums.exp().float()[..., None],
-        rest=(last - sums).exp().float()[..., None],
-        whole=last.exp().float()[:, :, None],
+        past=sums.float().exp_()[..., None],
+        rest=(last - sums).float().exp_()[..., None],
+        whole=last.float().exp_()[:, :, None],
     )
 
 
