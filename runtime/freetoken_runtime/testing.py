@@ -14,6 +14,10 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_m
 from gguf.quants import dequantize, quantize
 
 from .batch import Batch, Form, RowGroup, SequenceRows
+from .spec import StateSpec
+
+Pieces = list[tuple[torch.Tensor, torch.Tensor]]
+Buffers = tuple[torch.Tensor, ...]
 
 # Dimensions that divide nothing, so that no kernel can hide behind a round number.
 ODD_DIMENSIONS: dict[str, Any] = {
@@ -29,70 +33,292 @@ ODD_DIMENSIONS: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 2}
+_LOCAL_EXPERTS = {"num_local_experts": 12, "num_experts_per_tok": 2}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+_INNER = {"moe_intermediate_size": 36}
+_SHARED = {"shared_expert_intermediate_size": 44}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
+_GATED_DELTA = {
+    "head_dim": 24,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 20,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+_LATENT = {
+    "kv_lora_rank": 28,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "num_key_value_heads": 6,
+}
+_WITHOUT_Q_RANK = {key: value for key, value in _LATENT.items() if key != "q_lora_rank"}
+
+# Per family, what a small random model needs besides ODD_DIMENSIONS; None leaves a key out.
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 23},
+    "qwen2": {},
+    "qwen3": {"head_dim": 20},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": _GRANITE,
+    "gemma3_text": {
+        "head_dim": 20,
+        "sliding_window": 23,
+        "query_pre_attn_scalar": 20,
+        "num_hidden_layers": 7,
+        "final_logit_softcapping": 30.0,
+    },
+    "mixtral": _LOCAL_EXPERTS,
+    "olmoe": _EXPERTS,
+    "granitemoe": {**_LOCAL_EXPERTS, **_GRANITE},
+    "qwen2_moe": {**_EXPERTS, **_INNER, **_SHARED, "mlp_only_layers": [1]},
+    "qwen3_moe": {
+        **_EXPERTS,
+        **_INNER,
+        "head_dim": 20,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        **_ROUTED_EXPERTS,
+        **_INNER,
+        "head_dim": 20,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.4,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v2": {
+        **_ROUTED_EXPERTS,
+        **_INNER,
+        **_LATENT,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        **_ROUTED_EXPERTS,
+        **_INNER,
+        **_LATENT,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {**_LOCAL_EXPERTS, "head_dim": 20, "sliding_window": 23},
+    "minimax_m2": {**_LOCAL_EXPERTS, "head_dim": 20, "rotary_dim": 10},
+    "ernie4_5_moe": {
+        **_INNER,
+        "moe_num_experts": 12,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+    },
+    "qwen3_next": {**_EXPERTS, **_INNER, **_SHARED, **_GATED_DELTA},
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_5_moe_text": {**_EXPERTS, **_INNER, **_SHARED, **_GATED_DELTA},
+    "granitemoehybrid": {
+        **_LOCAL_EXPERTS,
+        **_MAMBA,
+        **_GRANITE,
+        "mamba_expand": 2,
+        "shared_intermediate_size": 44,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    },
+    "nemotron_h": {
+        **_ROUTED_EXPERTS,
+        **_INNER,
+        "head_dim": 20,
+        "num_hidden_layers": None,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 20,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "chunk_size": 16,
+        "moe_shared_expert_intermediate_size": 44,
+    },
+    "lfm2_moe": {
+        **_EXPERTS,
+        **_INNER,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+    "kimi_linear": {
+        **_LOCAL_EXPERTS,
+        **_INNER,
+        **_WITHOUT_Q_RANK,
+        "n_group": 3,
+        "topk_group": 2,
+        "linear_head_dim": 12,
+        "linear_num_heads": 6,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"]
+        + ["linear_attention"],
+    },
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": 120,
+        "head_dim": 20,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "attention_in_multiplier": 0.7,
+        "attention_out_multiplier": 0.8,
+        "key_multiplier": 0.6,
+        "mlp_multipliers": [0.9, 0.4],
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7],
+    },
+}
+
 
 class ListState:
-    """A sequence's keys and values as plain lists of pieces, one per pass: the reference for
-    every cleverer state. Mutable; implements `batch.LayerState`."""
+    """A sequence's state in its plainest form: rows as lists of pieces, one per pass, and the
+    overwritten buffers of every cut. The reference for every cleverer state. Mutable; implements
+    `batch.LayerState`.
 
-    def __init__(self, num_layers: int) -> None:
-        self._past: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_layers)]
+    `states`: what each layer keeps, or how many layers there are if they keep rows only."""
+
+    def __init__(self, states: int | Sequence[StateSpec]) -> None:
+        self._states = [StateSpec()] * states if isinstance(states, int) else list(states)
+        self._past: list[Pieces] = [[] for _ in self._states]
         self._new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        start = [tuple(torch.zeros(x.shape) for x in state.overwritten) for state in self._states]
+        self._kept: dict[int, dict[int, Buffers]] = {0: dict(enumerate(start))}
         self.length = 0
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self._new[layer] = (k.clone(), v.clone())
 
-    def pieces(self, layer: int, *, new: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def pieces(self, layer: int, *, new: bool) -> Pieces:
         return [*self._past[layer], self._new[layer]] if new else list(self._past[layer])
+
+    def fixed(self, layer: int) -> Buffers:
+        return self._kept[self.length][layer]
+
+    def keep(self, layer: int, rows: int, buffers: Buffers) -> None:
+        shapes = [buffer.shape for buffer in self._states[layer].overwritten]
+        assert [tuple(x.shape) for x in buffers] == shapes, (layer, buffers)
+        assert all(x.dtype == torch.float32 for x in buffers), layer
+        self._kept.setdefault(self.length + rows, {})[layer] = buffers
 
     def commit(self, ids: Sequence[int]) -> None:
         for layer, pair in self._new.items():
             self._past[layer].append(pair)
         self._new = {}
         self.length += len(ids)
+        kept = self._kept.setdefault(self.length, {})
+        for layer, state in enumerate(self._states):
+            assert layer in kept or not state.overwritten, (layer, "handed over nothing")
+
+    def cut(self, length: int) -> "ListState":
+        """The state of the first `length` tokens, which ended a pass or were a cut of one. Shares
+        memory with this one: what changes buffers in place shows in both."""
+        other = ListState(self._states)
+        other._kept[length] = self._kept[length]
+        other._past = [_first_rows(pieces, length) for pieces in self._past]
+        other.length = length
+        return other
+
+
+def _first_rows(pieces: Pieces, count: int) -> Pieces:
+    kept: Pieces = []
+    for k, v in pieces:
+        if count > 0:
+            kept.append((k[:count], v[:count]))
+        count -= len(k)
+    return kept
 
 
 def batch_of(
-    parts: Sequence[tuple[Any, Sequence[int]]], forms: Sequence[Form], *, share_few: bool = False
+    parts: Sequence[tuple[Any, Sequence[int]]],
+    forms: Sequence[Form],
+    *,
+    share_few: bool = False,
+    cuts: Sequence[Sequence[int]] | None = None,
 ) -> Batch:
     """One pass over the next ids of each (state, ids), MANY first. Rows of several sequences share
-    a group in the MANY form, and with `share_few` in the FEW form too."""
+    a group in the MANY form, and with `share_few` in the FEW form too. `cuts`: of each sequence."""
     ids: list[int] = []
     positions: list[int] = []
     sequences: list[SequenceRows] = []
     groups: list[RowGroup] = []
-    for (state, new), form in zip(parts, forms, strict=True):
+    for index, ((state, new), form) in enumerate(zip(parts, forms, strict=True)):
         start, stop = len(ids), len(ids) + len(new)
         ids += new
         positions += range(state.length, state.length + len(new))
-        sequences.append(SequenceRows(state, start, stop))
+        at = tuple(cuts[index]) if cuts is not None else ()
+        sequences.append(SequenceRows(state, start, stop, at))
         if groups and groups[-1].form is form and (share_few or form is Form.MANY):
             start = groups.pop().start
         groups.append(RowGroup(start, stop, form))
     return Batch(torch.tensor(ids), torch.tensor(positions), sequences, groups)
 
 
+def family_config(family: str, **settings: Any) -> Any:
+    """transformers' configuration of a small model: FAMILY_CONFIGS, with `settings` on top."""
+    from transformers import AutoConfig
+
+    given = {**ODD_DIMENSIONS, **FAMILY_CONFIGS.get(family, {})}
+    given = {key: value for key, value in given.items() if value is not None}
+    return AutoConfig.for_model(family, **{**given, **settings})
+
+
 def build_checkpoint(folder: Path, family: str, *, seed: int = 0, **settings: Any) -> Any:
-    """Save a tiny random model of a family (`llama`, `mistral`, `qwen2`, `qwen3`) as a Hugging
-    Face folder and return the transformers model, in fp32. Norms and biases are random too, so
+    """Save a small random model of a family in FAMILY_CONFIGS as a Hugging Face folder and return
+    the transformers model, in fp32. Norms, biases, sinks and router corrections are random too, so
     that a forgotten one shows."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(family, **{**ODD_DIMENSIONS, **settings})
+    config = family_config(family, **settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval().float()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.3)
-            elif parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0.0, 0.15)
+            _randomise(name, parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("correction_bias", "expert_bias")):  # others follow from the config
+                buffer.uniform_(0.0, 0.2)
     model.save_pretrained(folder)
     return model
+
+
+def _randomise(name: str, parameter: torch.Tensor) -> None:
+    if name.endswith("A_log"):
+        parameter.uniform_(-3.0, -2.0)  # decays near one, where transformers' own scans are exact
+    elif name.endswith("dt_bias"):
+        parameter.uniform_(-4.0, -2.0)
+    elif name.endswith("correction_bias"):
+        parameter.uniform_(0.0, 0.2)
+    elif name.endswith("bias"):
+        parameter.normal_(0.0, 0.3)
+    elif parameter.dim() == 1:
+        parameter.uniform_(0.5, 1.5)
+    else:
+        parameter.normal_(0.0, 0.15)
 
 
 def build_gguf(file: Path, model: Any, kinds: Mapping[str, str]) -> dict[str, torch.Tensor]:

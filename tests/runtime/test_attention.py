@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_runtime.kernels.attention import cpu, reference
-from freetoken_runtime.layers.attention import attend_sequence
+from freetoken_runtime.layers.attention import Scores, attend_sequence
 from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
 from freetoken_runtime.state.sequence import Sequence, Spaces
 from freetoken_runtime.testing import ListState
@@ -127,7 +127,7 @@ def test_a_sequence_in_passes_equals_one_causal_square(passes: list[int], kind: 
         if isinstance(state, Sequence):
             state.begin(count)
         a, b = at, at + count
-        outs.append(attend_sequence(q[a:b], k[a:b], v[a:b], state, 0, 0.4))
+        outs.append(attend_sequence(q[a:b], k[a:b], v[a:b], state, 0, Scores(0.4)))
         state.commit(list(range(a, b)))
         at = b
     expected, _ = reference.attend(q, k, v, scale=0.4, causal=True)

@@ -83,5 +83,9 @@ class RopeTable:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, dim] -> rotated copy; cos and sin from `RopeTable.rows`."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """x [T, heads, D] -> copy whose first `dim` dimensions are rotated; cos and sin from
+    `RopeTable.rows`."""
+    dim = cos.shape[-1]
+    if dim == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(dim // 2, -1), sin)
+    return torch.cat((rotate(x[..., :dim], cos, sin), x[..., dim:]), -1)

@@ -9,9 +9,14 @@ kernel's own path for one row is slower and splits keys by threads, so that its 
 engine drops to one thread. That path is left for models without groups, where it is the faster one.
 """
 
+import math
+
 import torch
 from torch.nn.functional import pad
 
+from ..activations import sigmoid
+
+_BLOCK, _MAX_BLOCK = 64, 512  # queries that share a mask: no fewer, no more
 _ROWS = 4  # products with fewer rows depend on the number of threads
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -53,6 +58,43 @@ def _attend_one(
     return out[:, :, :group].reshape(1, heads, dim), lse[:, :, :group].reshape(1, heads)
 
 
+def attend_window(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last n of S rows as queries, q [n, Hq, D] over k and v [S, Hkv, D], each seeing itself
+    and the `window` - 1 keys before it. Blocks of queries, so that the work grows with the window
+    and not with the chunk."""
+    past = len(k) - len(q)
+    assert len(q) and past >= 0 and window > 0, (len(q), len(k), window)
+    block = max(_BLOCK, min(window, _MAX_BLOCK))
+    parts = []
+    for start in range(0, len(q), block):
+        rows = q[start : start + block]
+        stop = past + start + len(rows)
+        first = max(0, past + start - window + 1)
+        mask = _band(len(rows), stop - first, window)
+        out, lse = _flash(
+            rows.transpose(0, 1)[None],
+            k[first:stop].transpose(0, 1)[None],
+            v[first:stop].transpose(0, 1)[None],
+            0.0,
+            False,
+            attn_mask=mask.to(q.dtype),
+            scale=scale,
+        )
+        parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def _band(queries: int, keys: int, window: int) -> torch.Tensor:
+    """[n, S] fp32: 0 where query i, the key i + S - n, sees a key, else minus infinity."""
+    distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)
+    hidden = (distance < 0) | (distance >= window)
+    return torch.zeros(queries, keys).masked_fill_(hidden, -math.inf)
+
+
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Outputs over disjoint sets of keys -> the output over all of them, [n, Hq, D]."""
     merged, lse = parts[0]
@@ -62,3 +104,12 @@ def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         if index < len(parts):
             lse = torch.logaddexp(lse, other)
     return merged
+
+
+def add_sinks(parts: list[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor) -> torch.Tensor:
+    """`merge` with one more logit per head, `sinks` [Hq] fp32, that has no value: it takes its
+    part of the softmax and adds nothing."""
+    lse = parts[0][1]
+    for _, other in parts[1:]:
+        lse = torch.logaddexp(lse, other)
+    return merge(parts) * sigmoid(lse - sinks)[..., None]
