@@ -359,8 +359,6 @@ class StoredSnapshots:
                     self._environment.reserve(self._growth_bytes(txn, needed_bytes))
                     write(txn)
                 return
-            except PagesHeld:
-                raise
             except StoreFull:
                 # What is evicted beside a reader makes no room before it ends.
                 hopeless = attempt == MAX_ATTEMPTS - 1 or self._environment.readers()

@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -17,6 +18,7 @@ from freetoken_storage import Database
 from freetoken_storage.audit import EVERYTHING, PageAudit
 from freetoken_storage.errors import StoreFull
 from freetoken_storage.pages import FIRST_PAGE, read_header
+from freetoken_storage.snapshots import Evicted, StoredSnapshots
 from freetoken_storage.testing import digest, file_size_limit, present, read_back, snapshot
 
 MIB = 1 << 20
@@ -166,6 +168,30 @@ def test_a_refused_large_snapshot_leaves_nothing(tmp_path: Path) -> None:
             assert present(store, labels) == before
         store.snapshots.put([snapshot("large", size_bytes=12 * MIB)])
         read_back(store, snapshot("large", size_bytes=12 * MIB))
+
+
+def test_a_reader_that_begins_beside_an_eviction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the size of the file. The reader comes after the put was found to fit and before the
+    eviction that makes the room, so that the freed pages cannot be used after all."""
+    path = tmp_path / "store"
+    reader = ExitStack()
+    with Database(path, disk_budget_bytes=BUDGET_BYTES) as store, reader:
+        fill(store)
+        evict = StoredSnapshots._evict
+
+        def begin_and_evict(self: StoredSnapshots, *args: Any, **kwargs: Any) -> Evicted:
+            reader.enter_context(store.snapshots.reader())
+            return evict(self, *args, **kwargs)
+
+        monkeypatch.setattr(StoredSnapshots, "_evict", begin_and_evict)
+        with pytest.raises(StoreFull, match=REASON):
+            store.snapshots.put([snapshot("new", size_bytes=5 * MIB)])
+        assert states_bytes(path) <= BUDGET_BYTES
+        reader.close()
+        store.snapshots.put([snapshot("new", size_bytes=5 * MIB)])
+        read_back(store, snapshot("new", size_bytes=5 * MIB))
 
 
 def test_the_order_of_use_does_not_let_the_file_grow(tmp_path: Path) -> None:
