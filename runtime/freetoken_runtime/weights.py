@@ -25,7 +25,7 @@ from .kernels.integers import (
     stack_int4,
     stack_int8,
 )
-from .layers import attention, mlp, moe
+from .layers import attention, mamba, mlp, moe, parallel, short_conv
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from .layers.linear import DenseLinear, IntegerLinear, Linear
 from .layers.norm import RmsNorm
@@ -34,8 +34,11 @@ from .models.decoder import Decoder, DecoderParts, FeedForwardBlock, Layer, Mixe
 from .safetensors_weights import SafetensorsFolder
 from .spec import LayerSpec, ModelSpec
 from .specs.attention import AttentionSpec
+from .specs.convolution import ShortConvSpec
+from .specs.mamba import Mamba2Spec
 from .specs.mlp import MlpSpec
 from .specs.moe import MoeSpec
+from .specs.parallel import ParallelSpec
 from .weight_source import WeightSource
 
 INT4_GROUP = 32  # as in GGUF; larger groups are no faster (docs/decisions/0012-int4.md)
@@ -45,6 +48,9 @@ Quant = Literal["int8", "int4"]
 # What builds a layer, by the type of its spec.
 _MIXERS: Mapping[type, Callable[[Any, Parts], Mixer]] = {
     AttentionSpec: attention.build,
+    Mamba2Spec: mamba.build,
+    ParallelSpec: parallel.build,
+    ShortConvSpec: short_conv.build,
 }
 _FEED_FORWARDS: Mapping[type, Callable[[Any, Parts], FeedForward]] = {
     MlpSpec: mlp.build,

@@ -9,7 +9,11 @@ from ..errors import UnsupportedArchitecture
 from ..spec import ModelSpec
 from ..weight_source import Names
 from .config_reader import text_part
+from .falcon_h1 import falcon_h1_names, read_falcon_h1
+from .granitemoehybrid import granitemoehybrid_names, read_granitemoehybrid
+from .lfm2_moe import lfm2_moe_names, read_lfm2_moe
 from .llama import llama_names, read_llama
+from .nemotron_h import nemotron_h_names, read_nemotron_h
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,10 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "falcon_h1": Family(read_falcon_h1, falcon_h1_names),
+    "granitemoehybrid": Family(read_granitemoehybrid, granitemoehybrid_names),
+    "lfm2_moe": Family(read_lfm2_moe, lfm2_moe_names),
+    "nemotron_h": Family(read_nemotron_h, nemotron_h_names),
 }
 
 

@@ -8,7 +8,6 @@ scan that is cut would differ from one that is not.
 """
 
 import torch
-from torch.nn import functional
 
 from .parameters import ScanParameters
 
@@ -26,8 +25,7 @@ def scan(
     """x [T, H, P], dt [T, H] as projected, b and c [T, G, N], state [H, P, N], all fp32, T >= 1 ->
     y [T, H, P] and the state after the last row, which shares no memory with the one before. Head h
     reads group h // (H / G). One row takes the step form."""
-    sizes = functional.softplus(dt + parameters.dt_bias)
-    sizes = sizes.clamp(parameters.dt_min, parameters.dt_max)
+    sizes = _softplus(dt + parameters.dt_bias).clamp_(parameters.dt_min, parameters.dt_max)
     steps = x * sizes[:, :, None]
     logs = sizes.double() * parameters.rates.double()  # [T, H]
     if len(x) == 1:
@@ -41,6 +39,11 @@ def scan(
             outs.append(out)
         y = outs[0] if len(outs) == 1 else torch.cat(outs)
     return y.addcmul_(x, parameters.skip[:, None]), state
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + e^x), in new memory, put together as `activations` puts together its own."""
+    return x.clamp(min=0.0).add_(x.abs().neg_().exp_().log1p_())
 
 
 def _step(

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nemotron_h: layers of one block each: Mamba-2, attention without positions, an MLP of squared
+ReLU, or a mixture of such experts, which may work on a latent projection."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..spec import LayerSpec, ModelSpec
+from ..specs.attention import AttentionSpec
+from ..specs.mamba import Mamba2Spec
+from ..specs.mlp import MlpSpec
+from ..specs.moe import ExpertGroups, ExpertSpec, LatentSpec, MoeSpec, RouterSpec
+from ..weight_source import Names
+from .config_reader import ConfigReader
+from .hybrid_config import (
+    mamba2_names,
+    read_kinds,
+    read_kv_heads,
+    refuse_step_limits,
+    separate_experts,
+)
+from .weight_names import Naming, checkpoint_names, tensor
+
+PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+# Of initialisation, of other engines' kernels, of layers that predict several tokens, or (rope,
+# attention_head_dim, expand) never read by transformers.
+_WITHOUT_EFFECT = """
+    attention_head_dim chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap
+    mtp_hybrid_override_pattern mtp_layers_block_type norm_eps num_logits_to_keep
+    num_nextn_predict_layers output_router_logits partial_rotary_factor rescale_prenorm_residual
+    residual_in_fp32 rope_parameters rope_scaling rope_theta time_step_floor time_step_max
+    use_mamba_kernels
+""".split()
+
+
+def read_nemotron_h(config: Mapping[str, Any]) -> ModelSpec:
+    reader = ConfigReader(config)
+    for key in _WITHOUT_EFFECT:
+        reader.get(key)
+    pattern = reader.get("hybrid_override_pattern")
+    absent = list(PATTERN.values()) if pattern is None else [PATTERN.get(x, x) for x in pattern]
+    supported = tuple(PATTERN.values())
+    kinds = read_kinds(reader, supported, ("layers_block_type", "layer_types"), absent)
+    mlp_bias = reader.flag("mlp_bias")
+    blocks = {
+        "linear_attention": LayerSpec(_read_mamba(reader), None),
+        "full_attention": LayerSpec(_read_attention(reader), None),
+        "mlp": LayerSpec(None, _mlp(reader.whole("intermediate_size", 21_504), mlp_bias)),
+        "moe": LayerSpec(None, _read_mixture(reader, mlp_bias)),
+    }
+    reader.require("mlp_hidden_act", "relu2")
+    spec = ModelSpec(
+        architecture="nemotron_h",
+        vocab_size=reader.whole("vocab_size"),
+        hidden_size=reader.whole("hidden_size"),
+        layers=tuple(blocks[kind] for kind in kinds),
+        norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+        tied_head=reader.flag("tie_word_embeddings"),
+        context_limit=reader.whole("max_position_embeddings", 4096),
+    )
+    reader.finish()
+    return spec
+
+
+def _read_mamba(reader: ConfigReader) -> Mamba2Spec:
+    """Step sizes are limited by `time_step_min` alone, as in transformers' prefill; its decode
+    steps have no limit, but a state must not depend on how rows came to be cut into passes."""
+    reader.require("mamba_hidden_act", "silu", "swish")
+    reader.require("mamba_proj_bias", False)
+    refuse_step_limits(reader)
+    bias = reader.flag("use_bias")
+    return Mamba2Spec(
+        num_heads=reader.whole("mamba_num_heads", 128),
+        head_dim=reader.whole("mamba_head_dim", 64),
+        num_groups=reader.whole("n_groups", 8),
+        state_size=reader.whole("ssm_state_size", 128),
+        kernel=reader.whole("conv_kernel", 4),
+        norm="of_gated",
+        conv_bias=reader.flag("use_conv_bias", True),
+        input_bias=bias,
+        output_bias=bias,
+        dt_min=reader.number("time_step_min", 1e-3),
+    )
+
+
+def _read_attention(reader: ConfigReader) -> AttentionSpec:
+    reader.require("attention_bias", False)
+    reader.require("sliding_window")
+    heads = reader.whole("num_attention_heads")
+    kv_heads = read_kv_heads(reader, heads, absent=8)
+    return AttentionSpec(heads, kv_heads, reader.whole("head_dim", 128), rope=None)
+
+
+def _mlp(size: int, bias: bool) -> MlpSpec:
+    return MlpSpec(size, bias, activation="relu_squared", gated=False)
+
+
+def _read_mixture(reader: ConfigReader, mlp_bias: bool) -> MoeSpec:
+    reader.require("n_shared_experts", 1)
+    groups = ExpertGroups(
+        reader.whole("n_group", 1), reader.whole("topk_group", 1), "sum_of_two_largest"
+    )
+    router = RouterSpec(
+        num_experts=reader.whole("n_routed_experts", 8),
+        top_k=reader.whole("num_experts_per_tok", 2),
+        scores="sigmoid",
+        normalise=reader.flag("norm_topk_prob", True),
+        correction=True,
+        groups=groups if groups.count > 1 else None,
+        sum_added=1e-20,
+        scale=reader.number("routed_scaling_factor", 1.0),
+    )
+    latent = reader.get("moe_latent_size")
+    return MoeSpec(
+        router=router,
+        expert=ExpertSpec(reader.whole("moe_intermediate_size", 7688), "relu2"),
+        shared=_mlp(reader.whole("moe_shared_expert_intermediate_size", 7688), mlp_bias),
+        latent=None if latent is None else LatentSpec(reader.whole("moe_latent_size"), mlp_bias),
+    )
+
+
+_NAMES: dict[str, str | Naming] = {
+    "head": "lm_head",
+    "mixer_norm": "norm",
+    "feed_forward_norm": "norm",
+    **{part: f"mixer.{part}_proj" for part in ("q", "k", "v", "o", "up", "down")},
+    **mamba2_names("mixer"),
+    "router": "mixer.gate",
+    "router.correction": tensor("mixer.gate.e_score_correction_bias"),
+    "latent_down": "mixer.fc1_latent_proj",
+    "latent_up": "mixer.fc2_latent_proj",
+    "shared.up": "mixer.shared_experts.up_proj",
+    "shared.down": "mixer.shared_experts.down_proj",
+}
+
+
+def nemotron_h_names(spec: ModelSpec) -> Names:
+    """Everything lies in `backbone`, or in `model`."""
+    experts = separate_experts(spec, "mixer.experts", up="up_proj", down="down_proj")
+    backbone, model = (
+        checkpoint_names(
+            spec,
+            _NAMES | experts | {"embedding": f"{place}.embeddings", "norm": f"{place}.norm_f"},
+            layers=f"{place}.layers",
+        )
+        for place in ("backbone", "model")
+    )
+    return {name: (*ways, *model[name]) for name, ways in backbone.items()}
