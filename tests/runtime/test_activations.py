@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from freetoken_runtime.kernels.activations import gelu_tanh, relu_squared, sigmoid, silu
+from freetoken_runtime.kernels.activations import (
+    gelu_tanh,
+    relu_squared,
+    sigmoid,
+    silu,
+    softplus,
+)
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -16,6 +22,7 @@ ORACLES: dict[str, tuple[Activation, Activation]] = {
     "silu": (silu, functional.silu),
     "relu²": (relu_squared, lambda x: functional.relu(x) ** 2),
     "gelu": (gelu_tanh, lambda x: functional.gelu(x, approximate="tanh")),
+    "softplus": (softplus, lambda x: torch.logaddexp(x, torch.zeros_like(x))),
 }
 
 

@@ -117,7 +117,7 @@ def naive(spec: MoeSpec, weights: Weights, x: torch.Tensor, kind: str = "float32
 
     def feed(prefix: str, activation: object, row: torch.Tensor) -> torch.Tensor:
         up = project(f"{prefix}.up", row)
-        if activation == "relu2":
+        if activation == "relu_squared":
             return project(f"{prefix}.down", up.clamp(min=0) ** 2)
         gate = project(f"{prefix}.gate", row)
         if isinstance(activation, ClampedGlu):
@@ -171,7 +171,9 @@ SPECS = {
         RouterSpec(12, 2, "softmax_of_chosen", bias=True),
         ExpertSpec(36, ClampedGlu(1.702, 0.8), bias=True),
     ),
-    "latent, relu²": MoeSpec(SIGMOID, ExpertSpec(36, "relu2"), latent=LatentSpec(28, bias=True)),
+    "latent, relu²": MoeSpec(
+        SIGMOID, ExpertSpec(36, "relu_squared"), latent=LatentSpec(28, bias=True)
+    ),
 }
 HIDDEN = 60
 

@@ -31,3 +31,8 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))), in new memory."""
     inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2 / math.pi))
     return inner.tanh_().add_(1.0).mul_(x).mul_(0.5)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + e^x), in new memory."""
+    return x.clamp(min=0.0).add_(x.abs().neg_().exp_().log1p_())

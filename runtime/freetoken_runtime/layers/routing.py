@@ -57,11 +57,12 @@ def _scores(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
 def _choice(
     logits: torch.Tensor, scores: torch.Tensor, correction: torch.Tensor | None, spec: RouterSpec
 ) -> torch.Tensor:
-    """The values whose order decides, [n, E]. A softmax keeps the order of its logits, which are
-    finer: probabilities near 0 or 1 collapse."""
+    """The values whose order decides, [n, E]. Where nothing is added, a softmax keeps the order of
+    its logits, which are finer: probabilities near 0 or 1 collapse."""
     if correction is not None:
         return scores + correction
-    return logits if spec.scores == "softmax" else scores
+    summed = spec.groups is not None and spec.groups.score == "sum_of_two_largest"
+    return logits if spec.scores == "softmax" and not summed else scores
 
 
 def _within_best_groups(choice: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:

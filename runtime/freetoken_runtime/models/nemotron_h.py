@@ -48,7 +48,7 @@ def read_nemotron_h(config: Mapping[str, Any]) -> ModelSpec:
         "mlp": LayerSpec(None, _mlp(reader.whole("intermediate_size", 21_504), mlp_bias)),
         "moe": LayerSpec(None, _read_mixture(reader, mlp_bias)),
     }
-    reader.require("mlp_hidden_act", "relu2")
+    reader.require("mlp_hidden_act", "relu_squared")
     spec = ModelSpec(
         architecture="nemotron_h",
         vocab_size=reader.whole("vocab_size"),
@@ -113,7 +113,7 @@ def _read_mixture(reader: ConfigReader, mlp_bias: bool) -> MoeSpec:
     latent = reader.get("moe_latent_size")
     return MoeSpec(
         router=router,
-        expert=ExpertSpec(reader.whole("moe_intermediate_size", 7688), "relu2"),
+        expert=ExpertSpec(reader.whole("moe_intermediate_size", 7688), "relu_squared"),
         shared=_mlp(reader.whole("moe_shared_expert_intermediate_size", 7688), mlp_bias),
         latent=None if latent is None else LatentSpec(reader.whole("moe_latent_size"), mlp_bias),
     )

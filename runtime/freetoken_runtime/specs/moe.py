@@ -86,16 +86,16 @@ class ClampedGlu:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """One routed expert: down(silu(gate x) · up x), the clamped form of it, or, for `relu2`,
+    """One routed expert: down(silu(gate x) · up x), the clamped form of it, or, for `relu_squared`,
     down(relu(up x)²) without a gate."""
 
     intermediate_size: int
-    activation: Literal["silu", "relu2"] | ClampedGlu = "silu"
+    activation: Literal["silu", "relu_squared"] | ClampedGlu = "silu"
     bias: bool = False
 
     @property
     def gated(self) -> bool:
-        return self.activation != "relu2"
+        return self.activation != "relu_squared"
 
     @property
     def inputs(self) -> tuple[str, ...]:
