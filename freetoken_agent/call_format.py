@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a call back from the text of its unit, in the format the template writes calls in.
 
-Three families cover the templates seen: one JSON object that holds name and arguments; a name and
-then a JSON object of arguments; a name and then tagged parameters. What is read is lenient about
+Four families cover the templates seen: one JSON object that holds name and arguments; a name and
+then a JSON object of arguments; a name and then tagged parameters; a name and then an object with
+bare keys and quotes of its own. What is read is lenient about
 blanks and key order and strict about everything else.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .json_values import is_plain, read
+from .quoted_values import Quotes
 from .sentinels import PATTERN, sentinel
 
 _DECODER = json.JSONDecoder(strict=False)  # models write raw newlines inside strings
@@ -174,6 +176,27 @@ class TaggedCalls:
         return self.open in rest[rest.rfind(self.close) + 1 :]
 
 
+@dataclass(frozen=True)
+class QuotedCalls:
+    """A name between two literals, then an object with bare keys and its own quotes."""
+
+    head: re.Pattern[str]
+    quotes: Quotes
+
+    def parse(self, unit: str) -> ParsedCall | None:
+        match = self.head.search(unit)
+        found = None if match is None else self.quotes.read_object(unit, match.end())
+        return None if match is None or found is None else ParsedCall(match["name"], found[0])
+
+    def name_so_far(self, unit: str) -> str | None:
+        match = self.head.search(unit)
+        return match["name"] if match else None
+
+    def open_string(self, unit: str) -> bool:
+        match = self.head.search(unit)
+        return match is not None and self.quotes.inside_string(unit, match.end())
+
+
 def _as_value(text: str) -> object:
     try:
         value = read(text)
@@ -186,7 +209,7 @@ def learn_call_format(unit: str, number: int, pair: str | None) -> CallFormat | 
     """The format of a skeleton unit; None if it is of no family known here.
 
     `unit`: the call of item `number` with one argument. `pair`: the same call with a second
-    argument, numbered one higher; needed for tagged parameters only.
+    argument, numbered one higher; needed for tagged parameters and bare keys only.
     """
     name = sentinel("name", number)
     arguments = {sentinel("key", number): sentinel("value", number)}
@@ -203,7 +226,7 @@ def learn_call_format(unit: str, number: int, pair: str | None) -> CallFormat | 
             if value == arguments and name in unit[:position]:
                 return _named(unit, name, position)
         position = unit.find("{", position + 1)
-    return None if pair is None else _tagged(pair, name, number)
+    return None if pair is None else _tagged(pair, name, number) or _quoted(pair, name, number)
 
 
 def _path_to(value: object, wanted: object) -> tuple[str, ...] | None:
@@ -241,6 +264,21 @@ def _named(unit: str, name: str, brace: int) -> CallFormat:
             between[ident.end() :]
         )
     return NamedJsonCalls(re.compile(_loose(before) + r"(?P<name>[^\s<>{}\[\]\":]+?)" + pattern))
+
+
+def _quoted(unit: str, name: str, number: int) -> CallFormat | None:
+    """Reads the quotes off a unit with two arguments."""
+    keys = sentinel("key", number), sentinel("key", number + 1)
+    values = sentinel("value", number), sentinel("value", number + 1)
+    found = re.search(
+        rf"(?P<before>.*){name}(?P<after>[^{{]*)\{{\s*{keys[0]}\s*:\s*(?P<open>\S+){values[0]}"
+        rf"(?P<close>\S+?)\s*,\s*{keys[1]}\s*:\s*(?P=open){values[1]}(?P=close)\s*\}}",
+        unit,
+    )
+    if found is None:
+        return None
+    head = _loose(found["before"]) + r"(?P<name>[^\s<>{}\[\]\":]+?)" + _loose(found["after"])
+    return QuotedCalls(re.compile(head + r"\s*(?=\{)"), Quotes(found["open"], found["close"]))
 
 
 def _tagged(unit: str, name: str, number: int) -> CallFormat | None:

@@ -259,7 +259,7 @@ class StreamParser:
             self._unit = self._emitted = unit_at
             self._unit_literal = ""
         if not self._call_started:
-            name = calls.name_so_far(text[self._unit :])
+            name = calls.name_so_far(self._tape.literal(self._unit, len(text)))
             if name is not None:
                 self._call_started = True
                 self._events.append(CallStarted(self._calls, name))
@@ -278,7 +278,7 @@ class StreamParser:
         self._search = at + len(closer)
         if self._close_call(self._search):
             return True
-        if not calls.open_string(text[self._unit : at]):
+        if not calls.open_string(self._tape.literal(self._unit, at)):
             self._demote()
         return True
 

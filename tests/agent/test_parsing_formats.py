@@ -15,14 +15,17 @@ from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_agent.gguf_tokenizer import load_gguf_tokenizer
 from freetoken_agent.hf_tokenizer import HFTokenizer, TokenizerFiles
 from freetoken_agent.parsing import (
+    CallDelta,
+    CallStarted,
     ParseEvent,
     SegmentDone,
+    StreamParser,
     TextDelta,
     ThinkingDelta,
     parse_turn,
 )
 from freetoken_agent.pieces import BYTE_ALPHABET
-from freetoken_agent.template import ChatFormat
+from freetoken_agent.template import ChatFormat, Item
 
 PLAIN = """\
 {%- for message in messages %}
@@ -101,7 +104,38 @@ ADDRESSED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
+# Bare keys and quotes that are a token of their own, as Gemma 4 writes them.
+QUOTED = """\
+{%- macro value(v) %}
+    {%- if v is string %}{{ '<|"|>' + v + '<|"|>' }}
+    {%- elif v is boolean %}{{ 'true' if v else 'false' }}
+    {%- elif v is mapping %}
+        {{- '{' }}
+        {%- for k, item in v | dictsort %}
+            {{- (',' if not loop.first else '') + k + ':' }}{{ value(item) }}
+        {%- endfor %}
+        {{- '}' }}
+    {%- elif v is sequence %}
+        {{- '[' }}
+        {%- for item in v %}{{ ',' if not loop.first else '' }}{{ value(item) }}{% endfor %}
+        {{- ']' }}
+    {%- else %}{{ v }}
+    {%- endif %}
+{%- endmacro %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<|tool_call>call:' + call.function.name }}{{ value(call.function.arguments) }}
+        {{- '<tool_call|>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
 BYTES = ByteTokenizer()
+GEMMA = ByteTokenizer(
+    ("<|im_start|>", "<|im_end|>", "<|tool_call>", "<tool_call|>", '<|"|>'), stop=("<|im_end|>",)
+)
 MISTRAL = ByteTokenizer(
     ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>"),
     stop=("</s>",),
@@ -116,6 +150,7 @@ MORE = {
     "channels": (ChatFormat.learn(CHANNELS, HARMONY), HARMONY),
     "addressed": (ChatFormat.learn(ADDRESSED, MUSE), MUSE),
     "tagged": (ChatFormat.learn(TAGGED, BYTES), BYTES),
+    "quoted": (ChatFormat.learn(QUOTED, GEMMA), GEMMA),
 }
 
 
@@ -186,6 +221,19 @@ def test_a_call_that_the_stop_token_ends() -> None:
     assert [done.kind for done in segments(cut)] == ["thinking", "text"]
 
 
+def test_a_calls_name_is_known_before_its_end() -> None:
+    """Oracle: by hand, where the call begins with control tokens: the name comes with its last
+    character, and an end of call inside a string ends nothing."""
+    format, tokenizer = MORE["quoted"]
+    parser = StreamParser(format, tokenizer)
+    events: list[ParseEvent] = []
+    for token in tokenizer.encode_frame("<|tool_call>call:sh{"):
+        events += parser.feed(token)
+    assert [e.name for e in events if isinstance(e, CallStarted)] == ["sh"]
+    for token in tokenizer.encode_frame('cmd:<|"|>a<tool_call|>b'):
+        assert all(isinstance(e, CallDelta) for e in parser.feed(token))
+
+
 def test_a_marker_that_begins_like_another_waits_for_it() -> None:
     """Oracle: the contents written by hand: `to=user` and `to=self` are no calls."""
     format, tokenizer = MORE["addressed"]
@@ -209,6 +257,93 @@ def test_tagged_parameters() -> None:
     events = parse_turn(format, tokenizer, tokenizer.encode_frame(text))
     arguments = {"cmd": "echo 1\n  two", "n": 3, "o": {"a": [1]}}
     assert brief(events) == [("text", "Look:"), ("tool_call", "sh", arguments)]
+
+
+def test_bare_keys_and_quotes_of_their_own() -> None:
+    """Oracle: the calls written by hand, in the template's spelling and in looser ones."""
+    format, tokenizer = MORE["quoted"]
+    first = (
+        '<|tool_call>call:sh{cmd:<|"|>echo {a:1}, "b"\n[c]<|"|>,deep:{e:{},on:true},l:[1,-2.5e3,'
+        '[],<|"|><|"|>],n:None}<tool_call|>'
+    )
+    second = '<|tool_call>call:now {\n  <|"|>time zone<|"|> : null, bare key: false }<tool_call|>'
+    text = f"Look.{first}{second}<|tool_call>call:ls{{}}<tool_call|>"
+    events = parse_turn(format, tokenizer, tokenizer.encode_frame(text))
+    deep = {"e": {}, "on": True}
+    arguments = {"cmd": 'echo {a:1}, "b"\n[c]', "deep": deep, "l": [1, -2500.0, [], ""], "n": None}
+    assert brief(events) == [
+        ("text", "Look."),
+        ("tool_call", "sh", arguments),
+        ("tool_call", "now", {"time zone": None, "bare key": False}),
+        ("tool_call", "ls", {}),
+    ]
+    assert [done.text for done in segments(events)][1:] == [
+        first, second, "<|tool_call>call:ls{}<tool_call|>",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "{p:Oslo}",  # a bare string
+        '{p:"Oslo"}',  # foreign quotes
+        "{p:1,}",
+        "{p:1 q:2}",
+        "{p:1,p:2}",
+        "{p}",
+        "{:1}",
+        "{p:[1}",
+        "{p:NaN}",
+        '{p:<|"|>Oslo}',
+        "{p:" + "[" * 100 + "]" * 100 + "}",
+        "p:1",
+    ],
+)
+def test_a_malformed_object_with_bare_keys_is_text(arguments: str) -> None:
+    """Oracle: the text as it was written; nothing is called."""
+    format, tokenizer = MORE["quoted"]
+    text = f"<|tool_call>call:f{arguments}<tool_call|>"
+    events = parse_turn(format, tokenizer, tokenizer.encode_frame(text))
+    assert brief(events) == [("text", text)]
+
+
+def test_s30_an_end_of_call_inside_a_quoted_string() -> None:
+    """Oracle: the argument written by hand; tokens and plain bytes alike."""
+    format, tokenizer = MORE["quoted"]
+    text = '<|tool_call>call:sh{cmd:<|"|>echo <tool_call|> x<|"|>}<tool_call|>'
+    plain = [
+        *tokenizer.encode_frame('<|tool_call>call:sh{cmd:<|"|>echo'),
+        *tokenizer.encode_content(" <tool_call|> x"),
+        *tokenizer.encode_frame('<|"|>}<tool_call|>'),
+    ]
+    for ids in (plain, tokenizer.encode_frame(text)):
+        assert brief(parse_turn(format, tokenizer, ids)) == [
+            ("tool_call", "sh", {"cmd": "echo <tool_call|> x"})
+        ]
+    cut = tokenizer.encode_frame(text)[:-8]
+    assert [d.kind for d in segments(parse_turn(format, tokenizer, cut, reason="length"))] == [
+        "text"
+    ]
+
+
+_QUOTED_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+_QUOTED_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | _QUOTED_TEXT
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.from_regex(r"[a-z_]{1,5}", fullmatch=True), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,5}", fullmatch=True), _QUOTED_VALUES, max_size=4))
+def test_bare_keys_read_back_what_the_template_writes(arguments: dict[str, Any]) -> None:
+    """Oracle: the arguments that the template rendered; they come back equal, in any chunking."""
+    format, tokenizer = MORE["quoted"]
+    items = [Item("user", "go"), Item("tool_call", name="f", arguments=arguments, call_id="c")]
+    ids = format.layout(items)[1].ids
+    assert brief(parse_turn(format, tokenizer, ids)) == [("tool_call", "f", arguments)]
 
 
 def test_s30_a_closing_tag_inside_a_tagged_parameter() -> None:

@@ -17,7 +17,7 @@ from freetoken_agent.session import Session
 from freetoken_agent.session_operations import Writer
 from freetoken_agent.session_programs import OPERATIONS, Program
 from freetoken_agent.store import Store
-from freetoken_agent.testing import Raw, ScriptedModel
+from freetoken_agent.testing import Call, Raw, ScriptedModel, Think
 
 TEMPLATES = Path(__file__).parents[2].parent / "shared" / "templates"
 NAMES = sorted(path.name for path in TEMPLATES.glob("*.jinja"))
@@ -147,6 +147,27 @@ def test_a_text_beside_a_call_is_kept_or_the_remedy_works(name: str) -> None:
                 messages = _message(thought and kept_thought, text and kept_text)
                 session = store.create(f"{thought} {kept_thought} {kept_text}", model, tools=[TOOL])
                 session.append_messages(messages, "openai")
+
+
+@EACH
+def test_a_call_in_the_templates_own_spelling_is_read_back(name: str) -> None:
+    """Oracle: the arguments that were rendered. No truth value is among them: where parameters stand
+    between tags some templates write True, which only a schema can tell from a text."""
+    model = _model(name)
+    arguments = {"path": 'a, {b}: "c"', "n": 3, "list": [1.5, 2], "none": []}
+    with Store(":memory:") as store:
+        session = store.create("s", model)
+        session.append("user", "go")
+        draft = session.begin_generation()
+        draft.release()
+        call = Call("look_up", arguments)
+        try:
+            emitted = model.emit([Think("hm"), call] if draft.kind == "thinking" else call)
+        except TemplateUnsupported as error:
+            pytest.skip(f"the template has no place for the call: {error.what}")
+        model.extend(Raw([token for token in emitted if isinstance(token, int)]))
+        calls = session.generate_sync().calls
+        assert [(c.tool, c.arguments) for c in calls] == [("look_up", arguments)]
 
 
 @pytest.mark.slow
