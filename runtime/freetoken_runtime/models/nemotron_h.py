@@ -48,7 +48,7 @@ def read_nemotron_h(config: Mapping[str, Any]) -> ModelSpec:
         "mlp": LayerSpec(None, _mlp(reader.whole("intermediate_size", 21_504), mlp_bias)),
         "moe": LayerSpec(None, _read_mixture(reader, mlp_bias)),
     }
-    reader.require("mlp_hidden_act", "relu_squared")
+    reader.require("mlp_hidden_act", "relu2")
     spec = ModelSpec(
         architecture="nemotron_h",
         vocab_size=reader.whole("vocab_size"),
