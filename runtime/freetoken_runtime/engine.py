@@ -42,7 +42,7 @@ from .state.persist import Persister
 from .state.prefix import PrefixIndex
 from .state.reserve import Reserve
 from .state.sequence import Sequence as StateSequence
-from .state.sequence import Spaces
+from .state.spaces import Spaces
 from .task import Request, Task
 from .weights import LoadedModel, load, open_source
 from .worker import Worker
@@ -363,7 +363,7 @@ class Engine:
             reused_tokens=route.reused,
             prefill_tokens=missing,
             source=route.source,
-            anchor=route.reused or None,
+            anchor=route.restored or None,
             miss=route.miss,
             predicted_s=predicted_s,
         )

@@ -23,11 +23,13 @@ from .state.sequence import Sequence
 @dataclass(frozen=True)
 class Work:
     """The next ids of one sequence. `wanted`: ascending offsets of the ids whose hidden rows are
-    returned and whose state is handed over: the positions of anchors, and the last one."""
+    returned and whose state is handed over: the positions of anchors, and the last one. `replay`:
+    the ids are the sequence's last ones, forwarded again (`Sequence.begin_replay`)."""
 
     sequence: Sequence
     ids: Ids
     wanted: tuple[int, ...]
+    replay: bool = False
 
 
 class Runner:
@@ -62,7 +64,10 @@ class Runner:
         begun: list[Sequence] = []
         try:
             for work in works:
-                work.sequence.begin(len(work.ids))
+                if work.replay:
+                    work.sequence.begin_replay()
+                else:
+                    work.sequence.begin(len(work.ids))
                 begun.append(work.sequence)
             batch, starts = self._batch(works)
             rows = [

@@ -36,15 +36,21 @@ class StateSpec:
     `rows`: buffers with one row per `granularity` tokens, from which a shorter prefix can be taken
     at any multiple of it. `fixed`: fp32 buffers that every token overwrites and every anchor
     copies. `carry`: fp32 buffers with the raw rows of the group that is still open, which an anchor
-    adds too; between groups there is nothing in them. `replay_tokens`: after a restore, this many
-    tokens before the position are forwarded again, because a part of the state is stored nowhere.
+    adds too; between groups there is nothing in them. `volatile`: fp32 buffers that no store keeps:
+    after a restore, `replay_tokens` tokens before the position are forwarded again to fill them,
+    and nothing else of the state changes. So they must follow from the layer's input at those
+    tokens, and that must not depend on the past: layers next to the embedding are such.
     """
 
     rows: tuple[BufferSpec, ...] = ()
     fixed: tuple[BufferSpec, ...] = ()
     carry: tuple[BufferSpec, ...] = ()
     granularity: int = 1
+    volatile: tuple[BufferSpec, ...] = ()
     replay_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        assert bool(self.volatile) == bool(self.replay_tokens), self
 
     @property
     def sliceable(self) -> bool:
@@ -53,14 +59,15 @@ class StateSpec:
 
     @property
     def overwritten(self) -> tuple[BufferSpec, ...]:
-        """What an anchor copies, in the order of `LayerState.fixed`."""
-        return (*self.fixed, *self.carry)
+        """What every token overwrites, in the order of `LayerState.fixed`."""
+        return (*self.fixed, *self.carry, *self.volatile)
 
     def bytes_per_token(self, element_bytes: int = 4) -> int:
         """Bytes of rows per token, rounded up where a row serves several tokens."""
         return -(-element_bytes * sum(buffer.elements for buffer in self.rows) // self.granularity)
 
     def bytes_per_anchor(self) -> int:
+        """Bytes of what an anchor copies."""
         return 4 * sum(buffer.elements for buffer in self.overwritten)
 
 

@@ -143,6 +143,8 @@ class Worker:
         """The next rows of a task and those whose hidden row is wanted: anchors and the last."""
         sequence = task.running.sequence
         start = sequence.length
+        if sequence.replay:
+            return Work(sequence, sequence.ids[start - sequence.replay :], (), replay=True)
         if not task.missing:
             return Work(sequence, as_ids(task.output[-1:]), (0,))
         ids: Ids = task.request.ids[start : start + rows]
@@ -172,7 +174,7 @@ class Worker:
         self._sample(decoding)
 
     def _make_room(self, task: Task, work: Work) -> None:
-        needed = work.sequence.room_needed(len(work.ids))
+        needed = 0 if work.replay else work.sequence.room_needed(len(work.ids))
         if needed and not self._keeper.make_room(needed):
             raise BudgetTooSmall(
                 "the path has outgrown the memory budget",
@@ -183,7 +185,8 @@ class Worker:
     def _advance(self, task: Task, work: Work, hidden: torch.Tensor) -> bool:
         """Take the rows of a pass into account; whether the task samples next."""
         request, resident = task.request, task.running
-        task.hidden = hidden[-1:]
+        if not work.replay:
+            task.hidden = hidden[-1:]
         if task.missing:
             start = work.sequence.length - len(work.ids)
             task.prefilled += len(work.ids)

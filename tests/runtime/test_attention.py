@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from freetoken_runtime.kernels.attention import cpu, reference
 from freetoken_runtime.layers.attention import Scores, attend_sequence
 from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
-from freetoken_runtime.state.sequence import Sequence, Spaces
+from freetoken_runtime.state.sequence import Sequence
+from freetoken_runtime.state.spaces import Spaces
 from freetoken_runtime.testing import ListState
 
 

@@ -14,7 +14,7 @@ from freetoken_runtime.kernels.dense_linear.cpu import linear_from_two
 from freetoken_runtime.models.decoder import Decoder
 from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
 from freetoken_runtime.state.sequence import Sequence as Spans
-from freetoken_runtime.state.sequence import Spaces
+from freetoken_runtime.state.spaces import Spaces
 from freetoken_runtime.testing import ListState, batch_of, build_checkpoint
 from freetoken_runtime.weights import load
 

@@ -16,7 +16,8 @@ from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
 from freetoken_runtime.state.digest import as_ids, fingerprint
 from freetoken_runtime.state.lookup import MAX_REMEMBERED, History, Lookup
 from freetoken_runtime.state.prefix import PrefixIndex, Resident, shared_rows
-from freetoken_runtime.state.sequence import Sequence, Spaces
+from freetoken_runtime.state.sequence import Sequence
+from freetoken_runtime.state.spaces import Spaces
 
 SPACES = Spaces(Pool(StateLayout([RowShape(1, 2, 2, torch.float32)])))
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=12)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
-from freetoken_runtime.state.sequence import MAX_SPANS, Sequence, Spaces
+from freetoken_runtime.state.sequence import MAX_SPANS, Sequence
+from freetoken_runtime.state.spaces import Spaces
 
 SHAPES = [
     RowShape(2, 3, 3, torch.float32),

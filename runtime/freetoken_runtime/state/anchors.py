@@ -31,11 +31,13 @@ class Rank(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """`row`: [H] fp32. `fixed`: per layer, the overwritten buffers. Nothing changes them."""
+    """`row`: [H] fp32. `fixed`: per layer, the overwritten buffers. Nothing changes them. `stale`:
+    it comes from a store, so the volatile ones have to be filled before it can be grown from."""
 
     row: torch.Tensor
     fixed: Fixed
     rank: Rank = Rank.NAMED
+    stale: bool = False
 
     @property
     def size_bytes(self) -> int:

@@ -74,11 +74,19 @@ class StateLayout:
 
     `rows[layer]` is the row shape of a layer, or None for a layer without KV rows; `fixed[layer]`
     the shapes of the fp32 buffers that every token overwrites. `carried`: those hold nothing but
-    the open groups of layers with a granularity, so that between groups they are zero.
+    the open groups of layers with a granularity, so that between groups they are zero. `volatile`:
+    how many of a layer's buffers, the last ones, no store keeps: forwarding `replay_tokens` tokens
+    again fills them.
     """
 
     def __init__(
-        self, rows: Sequence[RowShape | None], fixed: FixedShapes = (), *, carried: bool = False
+        self,
+        rows: Sequence[RowShape | None],
+        fixed: FixedShapes = (),
+        *,
+        carried: bool = False,
+        volatile: Mapping[int, int] | None = None,
+        replay_tokens: int = 0,
     ) -> None:
         by_shape: dict[RowShape, list[int]] = {}
         for layer, shape in enumerate(rows):
@@ -92,6 +100,8 @@ class StateLayout:
         self.rows = tuple(rows)
         self.fixed: FixedShapes = fixed or ((),) * len(rows)
         self.fixed_bytes = 4 * sum(math.prod(dims) for layer in self.fixed for dims in layer)
+        self.volatile = dict(volatile or {})
+        self.replay_tokens = replay_tokens
         coarse = [g.shape.granularity for g in self.groups]
         # Every prefix whose length is a multiple of it can be taken; 0: anchors only.
         self.step = math.lcm(*coarse) if carried or not self.fixed_bytes else 0
@@ -103,6 +113,8 @@ class StateLayout:
             [_row_shape(state, dtype) for state in states],
             tuple(tuple(buffer.shape for buffer in state.overwritten) for state in states),
             carried=not any(state.fixed for state in states),
+            volatile={i: len(x.volatile) for i, x in enumerate(states) if x.volatile},
+            replay_tokens=max((state.replay_tokens for state in states), default=0),
         )
 
     @property
@@ -117,6 +129,23 @@ class StateLayout:
     def empty(self) -> Fixed:
         """Memory for the overwritten buffers; NaN, so that what is not filled shows."""
         return tuple(tuple(torch.full(dims, math.nan) for dims in layer) for layer in self.fixed)
+
+    def stored(self, fixed: Fixed) -> Fixed:
+        """Without the buffers that no store keeps."""
+        return tuple(
+            buffers[: len(buffers) - self.volatile.get(layer, 0)]
+            for layer, buffers in enumerate(fixed)
+        )
+
+    def joined(self, stored: Fixed, volatile: Fixed) -> Fixed:
+        """The buffers of one state with the volatile ones of another."""
+        return tuple(
+            (*kept[: len(kept) - count], *other[len(other) - count :])
+            for kept, other, count in (
+                (stored[layer], volatile[layer], self.volatile.get(layer, 0))
+                for layer in range(self.num_layers)
+            )
+        )
 
     def capacity_bytes(self, capacity: int) -> int:
         """Bytes of an allocation with room for `capacity` tokens."""

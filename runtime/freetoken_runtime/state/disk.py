@@ -75,10 +75,11 @@ class DiskMatch:
     pieces: tuple[Piece, ...]
     usable: int
     anchored: bool
+    replay: int  # rows to forward again after that
     goes_on: bool  # the store continues from there with other ids
 
 
-NOTHING = DiskMatch(0, (), 0, False, False)
+NOTHING = DiskMatch(0, (), 0, False, 0, False)
 
 
 Lost = Literal["damaged", "evicted"]
@@ -141,7 +142,8 @@ class DiskStates:
                 pieces.append(partial)
             position = start + (partial.rows if partial else 0)
             usable, anchored = self._usable(reader, names, ids, max(floor, position), base)
-        return DiskMatch(position, tuple(pieces), usable, anchored, goes_on)
+        replay = min(self._layout.replay_tokens, usable)
+        return DiskMatch(position, tuple(pieces), usable, anchored, replay, goes_on)
 
     def _usable(
         self, reader: SnapshotReader, names: SequenceOf[bytes], ids: Ids, rows: int, base: int
@@ -189,13 +191,11 @@ class DiskStates:
             names = self.boundaries(ids)
             with self.snapshots.reader() as reader:
                 depth = self._deepest(reader, names)
-                found = [
-                    self._anchors_after(reader, names[index], ids, index * BLOCK)
-                    for index in range(depth + 1)
-                ]
+                starts = ((names[index], index * BLOCK) for index in range(depth + 1))
+                found = [self._anchors_after(reader, name, ids, at) for name, at in starts]
         except StorageError:
             return set()
-        return {position for positions in found for position in positions}
+        return set().union(*found)
 
     def _partial(
         self, reader: SnapshotReader, parent: bytes, wanted: Ids, start: int
@@ -291,10 +291,10 @@ class DiskStates:
         that was not read remains in it."""
         name = anchor_digest(digest_at(self.boundaries(ids), ids, len(ids)))
         row = torch.full((self._hidden_size,), math.nan, dtype=self._hidden_dtype)
-        anchor = Anchor(row, self._layout.empty())
+        anchor = Anchor(row, self._layout.empty(), stale=bool(self._layout.replay_tokens))
         try:
             with self.snapshots.reader() as reader:
-                reader.read_into(name, memory_of(anchor_buffers(anchor)))
+                reader.read_into(name, memory_of(anchor_buffers(anchor, self._layout)))
             self.snapshots.touch([name])
         except StoreDamaged:
             self.records.discard(name)
@@ -355,7 +355,7 @@ class DiskStates:
                 self.snapshots.touch([name])
                 continue
             meta = pack_meta(ANCHOR_KIND, start, ids[start:position])
-            memory = memory_of(anchor_buffers(anchors[position]))
+            memory = memory_of(anchor_buffers(anchors[position], self._layout))
             self.records.put([Snapshot(name, names[start // BLOCK], memory, meta)])
 
     def _shorter(self, parent: bytes, ids: Ids, start: int) -> list[bytes]:

@@ -16,7 +16,8 @@ from .digest import Ids, chain, digest_at
 from .disk import DiskStates
 from .lookup import History, Lookup, Route
 from .prefix import PrefixIndex, Resident, shared_rows
-from .sequence import Sequence, Spaces
+from .sequence import Sequence
+from .spaces import Spaces
 from .spans import PathView
 
 
@@ -129,7 +130,8 @@ class StateKeeper:
         known = sequence.anchors.get(position)
         if known is not None:
             rank = max(rank, known.rank)
-        anchor = Anchor(row.clone(), sequence.fixed_at(position), rank)
+        stale = bool(sequence.replay)
+        anchor = Anchor(row.clone(), sequence.fixed_at(position), rank, stale)
         sequence.anchors = {**sequence.anchors, position: anchor}
         self._budget.anchor_bytes += anchor.size_bytes
         if self._budget.anchor_bytes > self._budget.anchor_limit_bytes:
@@ -310,7 +312,7 @@ class StateKeeper:
                 sequence.anchors = {**sequence.anchors, len(ids): anchor}
                 row = anchor.row
         self._count_anchors()
-        return Acquired(resident, route, sequence.length, row, lost)
+        return Acquired(resident, route, sequence.length - sequence.replay, row, lost)
 
     def _restore_from(
         self, disk: DiskStates, resident: Resident, route: Route, ids: Ids
@@ -323,11 +325,10 @@ class StateKeeper:
             restored = disk.restore(sequence, route.disk, ids)
             lost, size_bytes = restored.lost, restored.size_bytes
             resident.persisted_rows = sequence.length
-        if route.disk.anchored and sequence.length == route.reused:
-            anchor = disk.restore_anchor(ids[: route.reused])
+        if route.disk.anchored and sequence.length == route.restored:
+            anchor = disk.restore_anchor(ids[: route.restored])
             if isinstance(anchor, Anchor):
-                sequence.resume(anchor.fixed)
-                sequence.anchors = {**sequence.anchors, route.reused: anchor}
+                sequence.resume(anchor)
                 size_bytes += anchor.size_bytes
             else:
                 lost = anchor

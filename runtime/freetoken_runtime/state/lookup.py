@@ -48,15 +48,22 @@ class History:
 @dataclass(frozen=True)
 class Route:
     """The restore that serves a path: `ram_rows` rows as views of `resident`, then the pieces of
-    `disk`; `reused` rows in all. With `row_from` set nothing needs to be forwarded."""
+    `disk`: the state at `restored`, of which `replay` rows are forwarded again. With `row_from` set
+    nothing else needs to be."""
 
     resident: Resident | None
     ram_rows: int
     disk: DiskMatch
-    reused: int
+    restored: int
+    replay: int
     row_from: Literal["ram", "disk"] | None
     source: Literal["ram", "disk", "none"]
     miss: PathMiss | None
+
+    @property
+    def reused(self) -> int:
+        """Rows of the path that are not forwarded."""
+        return self.restored - self.replay
 
 
 class Lookup:
@@ -76,17 +83,18 @@ class Lookup:
             resident=ram.resident if ram.usable else None,
             ram_rows=ram.usable,
             disk=NOTHING,
-            reused=ram.usable,
+            restored=ram.usable,
+            replay=ram.resident.sequence.replay_at(ram.usable) if ram.resident else 0,
             row_from="ram" if ram.usable == total else None,
             source="ram" if ram.usable else "none",
             miss=None,
         )
         disk = self.disk
         stored = NOTHING
-        if disk is not None and route.reused < total:
+        if disk is not None and route.restored < total:
             stored = disk.match(ids, floor=ram.rows, base=ram.usable)
             route = _through_disk(route, ram, stored, total)
-        if route.reused == total:
+        if route.restored == total:
             return route
         return replace(route, miss=self._miss(ids, ram, stored, disk, route.reused))
 
@@ -141,21 +149,22 @@ class Lookup:
 def _through_disk(route: Route, ram: RamMatch, stored: DiskMatch, total: int) -> Route:
     """The route with the store's pieces, if they reach further. Rows at hand are not read again,
     whichever path in RAM holds them."""
-    reused = stored.usable
-    if reused <= route.reused:
+    restored = stored.usable
+    if restored <= route.restored:
         return route
-    base = min(ram.rows, reused)
+    base = min(ram.rows, restored)
     pieces = tuple(
-        replace(piece, rows=min(piece.rows, reused - piece.start))
+        replace(piece, rows=min(piece.rows, restored - piece.start))
         for piece in stored.pieces
-        if base < reused and piece.start < reused
+        if base < restored and piece.start < restored
     )
     return replace(
         route,
         resident=ram.deepest if base else None,
         ram_rows=base,
         disk=replace(stored, pieces=pieces),
-        reused=reused,
-        row_from="disk" if reused == total else None,
+        restored=restored,
+        replay=stored.replay,
+        row_from="disk" if restored == total else None,
         source="disk",
     )

@@ -18,63 +18,18 @@ from any thread.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 
 from .anchors import Anchor
-from .buffers import Fixed, KVBuffer, Pool
+from .buffers import Fixed, KVBuffer
 from .digest import Ids
+from .spaces import Spaces
 from .spans import PathView, Span, cut
 
 MAX_SPANS = 4  # attention over more pieces costs more than copying the short ones
 GROWTH_ROWS = 1024  # a tail doubles up to this many rows, then grows by them
-
-
-class Spaces:
-    """The buffers of an engine and which sequences look at them. Owner thread only."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.zeros = pool.layout.zeros()  # the overwritten buffers at the start of every path
-        self._holders: WeakKeyDictionary[KVBuffer, WeakSet[Sequence]] = WeakKeyDictionary()
-
-    def hold(self, buffer: KVBuffer, sequence: "Sequence") -> None:
-        self._holders.setdefault(buffer, WeakSet()).add(sequence)
-
-    def drop(self, buffer: KVBuffer, sequence: "Sequence") -> None:
-        holders = self._holders.get(buffer)
-        if holders is not None:
-            holders.discard(sequence)
-
-    def move(self, old: KVBuffer, capacity: int) -> KVBuffer:
-        """Copy the used rows of `old` into a buffer of `capacity` rows and let every sequence look
-        at the copy, so that what was shared stays shared. `old` is freed with its last view."""
-        holders = list(self._holders.get(old, ()))
-        assert all(holder._writes_to() is not old for holder in holders), "moved while written"
-        used = self.used_rows(old)
-        new = self.pool.allocate(max(capacity, used), old.origin)
-        new.copy_rows(old, 0, used, at=new.claim(used))
-        for sequence in holders:
-            sequence._repoint(old, new)
-        return new
-
-    def bytes_for(self, rows: int) -> int:
-        """Bytes of a new buffer with room for `rows` rows."""
-        return self.pool.layout.capacity_bytes(self.pool.capacity_for(rows))
-
-    def tighten(self, buffer: KVBuffer) -> None:
-        """Copy the rows in use to a buffer of their size if they are less than half of this one."""
-        used = self.used_rows(buffer)
-        promised = max((holder.reserved for holder in self._holders.get(buffer, ())), default=0)
-        if 0 < used and self.pool.capacity_for(used + promised) < buffer.capacity / 2:
-            self.move(buffer, used)
-
-    def used_rows(self, buffer: KVBuffer) -> int:
-        """How many rows of the buffer a sequence looks at, at most."""
-        holders = self._holders.get(buffer, ())
-        return max((q._rows_of(buffer) for q in holders), default=0)
 
 
 class Sequence:
@@ -94,12 +49,15 @@ class Sequence:
         self._fixed: Fixed | None = spaces.zeros
         self._kept: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}  # rows -> layer -> buffers
         self._handed_over: dict[int, Fixed] = {}  # position -> buffers, of the last pass
+        self.replay = 0  # rows to forward again before it can grow: volatile buffers are unknown
+        self._replaying = 0  # rows of a replay under way
 
     # -- what any thread may read
 
     @property
     def length(self) -> int:
-        return self._length
+        """Rows held; during a replay, those before it."""
+        return self._length - self._replaying
 
     @property
     def ids(self) -> Ids:
@@ -144,9 +102,18 @@ class Sequence:
         self._write_at = (buffer, buffer.claim(rows))
         self._pending = rows
 
+    def begin_replay(self) -> None:
+        """Forward the last `replay` rows again. All that changes by it is the
+        volatile buffers; what is written else is dropped. `commit` or `abort` ends it."""
+        assert self.replay and self._pending == 0 and self._fixed is not None, self.replay
+        self._fixed = self._spaces.pool.layout.joined(self._fixed, self._spaces.zeros)
+        self._pending = self._replaying = self.replay
+
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store this pass's rows of a layer: k [n, H, Dk], v [n, H, Dv], where n is the number of
         its groups that close in this pass."""
+        if self._replaying:
+            return
         assert self._write_at is not None, "write outside begin and commit"
         buffer, start = self._write_at
         pair = buffer.layers[layer]
@@ -170,8 +137,10 @@ class Sequence:
         one ends with the rows of this pass. Valid until the next `begin`."""
         pieces = []
         last = len(self.spans) - 1
-        for index, span in enumerate(self.spans):
-            rows = span.rows + self._pending if new and index == last else span.rows
+        spans = cut(self.spans, self.length) if self._replaying and not new else self.spans
+        growing = new and not self._replaying
+        for index, span in enumerate(spans):
+            rows = span.rows + self._pending if growing and index == last else span.rows
             pair = span.buffer.layers[layer]
             assert pair is not None, layer
             _, stop = span.buffer.local(layer, 0, rows)
@@ -182,6 +151,7 @@ class Sequence:
     def fixed(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The layer's overwritten buffers before this pass. Never change them in place."""
         assert self._fixed is not None, "rows without the state that goes with them"
+        assert not self.replay or self._replaying, "grown before the replay"
         return self._fixed[layer]
 
     def keep(self, layer: int, rows: int, buffers: tuple[torch.Tensor, ...]) -> None:
@@ -198,13 +168,21 @@ class Sequence:
         assert found is not None, (position, self._length)
         return found
 
-    def resume(self, fixed: Fixed) -> None:
-        """Go on from rows that were loaded, with the overwritten buffers that belong there."""
-        self._fixed = fixed
+    def resume(self, anchor: Anchor) -> None:
+        """Go on from rows that were loaded, with the anchor that belongs to their end."""
+        self.anchors = {**self.anchors, self._length: anchor}
+        self._fixed, self.replay = self._state_at(self._length)
+
+    def replay_at(self, position: int) -> int:
+        """Rows that a path restored at `position` has to forward again."""
+        return self._state_at(position)[1]
 
     def commit(self, ids: SequenceOf[int] | Ids) -> None:
         """Make the rows of this pass permanent, under their ids."""
         assert len(ids) == self._pending > 0, (len(ids), self._pending)
+        if self._replaying:
+            self._end_replay()
+            return
         self._append_ids(ids)
         last = self.spans[-1]
         self.spans[-1] = Span(last.buffer, last.rows + self._pending)
@@ -221,7 +199,7 @@ class Sequence:
             buffer, start = self._write_at
             if buffer.mark == start + self._pending:
                 buffer.mark = start
-        self._pending, self._write_at = 0, None
+        self._pending, self._write_at, self._replaying = 0, None, 0
         self._kept = {}
         self._drop_empty()
 
@@ -237,7 +215,7 @@ class Sequence:
         twin._length = at
         twin.anchors = {p: anchor for p, anchor in self.anchors.items() if p <= at}
         twin.dropped = {p for p in self.dropped if p <= at}
-        twin._fixed = self._state_at(at)
+        twin._fixed, twin.replay = self._state_at(at)
         twin.spans = cut(self.spans, at)
         for span in twin.spans:
             self._spaces.hold(span.buffer, twin)
@@ -247,7 +225,7 @@ class Sequence:
         """Keep the first `at` rows, as `fork` would. Rows and anchors beyond are no longer this
         sequence's."""
         assert 0 <= at <= self._length and self._pending == 0, (at, self._length, self._pending)
-        self._fixed = self._state_at(at)
+        self._fixed, self.replay = self._state_at(at)
         self._handed_over = {}
         self._set_spans(cut(self.spans, at))
         self._ids = self._ids[:at].copy()
@@ -300,17 +278,29 @@ class Sequence:
             taken[self._length + rows] = fixed
         return taken
 
-    def _state_at(self, position: int) -> Fixed | None:
-        """The overwritten buffers at a position, if they are at hand."""
+    def _end_replay(self) -> None:
+        """Take up the volatile buffers, and nothing else."""
+        assert self._fixed is not None, "rows without the state that goes with them"
+        kept = self._kept[self._pending]
+        self._kept, self._pending, self._replaying, self.replay = {}, 0, 0, 0
         layout = self._spaces.pool.layout
-        if position == self._length and self._fixed is not None:
-            return self._fixed
-        if position in self.anchors:
-            return self.anchors[position].fixed
-        sliced = position % layout.step == 0 if layout.step else position == 0
-        return self._spaces.zeros if sliced else None
+        filled = tuple(kept.get(layer, ()) for layer in range(layout.num_layers))
+        self._fixed = layout.joined(self._fixed, filled)
 
-    def _writes_to(self) -> KVBuffer | None:
+    def _state_at(self, position: int) -> tuple[Fixed | None, int]:
+        """The overwritten buffers at a position, if they are at hand, and the rows that have to be
+        forwarded again to complete them."""
+        layout = self._spaces.pool.layout
+        replay = min(layout.replay_tokens, position)
+        if position == self._length and self._fixed is not None:
+            return self._fixed, self.replay
+        anchor = self.anchors.get(position)
+        if anchor is not None:
+            return anchor.fixed, replay if anchor.stale else 0
+        sliced = position % layout.step == 0 if layout.step else position == 0
+        return (self._spaces.zeros, replay) if sliced else (None, 0)
+
+    def writes_to(self) -> KVBuffer | None:
         return self._write_at[0] if self._write_at is not None else None
 
     def _at_mark(self) -> bool:
@@ -362,10 +352,10 @@ class Sequence:
     def _drop_empty(self) -> None:
         self._set_spans([span for span in self.spans if span.rows])
 
-    def _rows_of(self, buffer: KVBuffer) -> int:
+    def rows_of(self, buffer: KVBuffer) -> int:
         return max((span.rows for span in self.spans if span.buffer is buffer), default=0)
 
-    def _repoint(self, old: KVBuffer, new: KVBuffer) -> None:
+    def repoint(self, old: KVBuffer, new: KVBuffer) -> None:
         moved = [Span(new, s.rows) if s.buffer is old else s for s in self.spans]
         self._set_spans(moved)
 

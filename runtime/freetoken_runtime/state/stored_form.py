@@ -51,10 +51,11 @@ def memory_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, memoryview]:
     }
 
 
-def anchor_buffers(anchor: Anchor) -> dict[str, torch.Tensor]:
-    """An anchor's tensors by name: `row`, and `<layer>.<index>` for what tokens overwrite."""
+def anchor_buffers(anchor: Anchor, layout: StateLayout) -> dict[str, torch.Tensor]:
+    """An anchor's stored tensors by name: `row`, and `<layer>.<index>` for what tokens
+    overwrite."""
     named = {"row": anchor.row}
-    for layer, buffers in enumerate(anchor.fixed):
+    for layer, buffers in enumerate(layout.stored(anchor.fixed)):
         named |= {f"{layer}.{index}": buffer for index, buffer in enumerate(buffers)}
     return {name: tensor.contiguous() for name, tensor in named.items()}
 
