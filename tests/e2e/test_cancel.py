@@ -8,6 +8,7 @@ from freetoken_agent.events import PrefillProgress, TextDelta
 from freetoken_agent.proofs import Gold
 
 SCRIPT = b"some forced text that the model then goes on from"
+MANY = 240  # tokens: far more than are written before a cancel and handed over behind it
 
 
 async def go_on(session: Session, model: LocalModel, gold: Gold) -> None:
@@ -31,7 +32,7 @@ async def test_s11_stop_at_an_event_then_prompt_again(
         session.append("user", "Hi")
         start = session.plan().input_tokens
         shown, count = "", 0
-        async for event in (generation := session.generate(force=SCRIPT, max_tokens=60)):
+        async for event in (generation := session.generate(force=SCRIPT, max_tokens=MANY)):
             count += 1
             shown += event.text if isinstance(event, TextDelta) else ""
             if count == pulls and how == "leave":
@@ -45,7 +46,8 @@ async def test_s11_stop_at_an_event_then_prompt_again(
         assert text.startswith(shown)
         assert text == shown or (how == "leave" and len(text) < len(shown) + 16)  # held back
         usage = generation.reply.usage
-        assert usage.output_tokens >= len(written)
+        assert len(written) <= usage.output_tokens < MANY // 2
+        assert generation.reply.finish_reason == "cancelled"
         await go_on(session, tiny, tiny_gold)
 
 
@@ -66,6 +68,8 @@ async def test_s11_stop_inside_a_prefill(how: str, tiny: LocalModel, tiny_gold: 
         forwarded = tiny.stats().forward_rows - rows
         usage = generation.reply.usage
         assert usage.prefill_tokens == forwarded < usage.input_tokens
+        assert usage.input_tokens == usage.reused_tokens + forwarded + usage.unforwarded_tokens
+        assert usage.unforwarded_tokens > 0 and usage.changed is None
         assert generation.reply.finish_reason == "cancelled"
         assert [s.id for s in session.path()] == [s.id for s in before]
         assert session.plan().reused_tokens == forwarded
