@@ -3,6 +3,7 @@
 sizes everywhere."""
 
 import logging
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,6 +93,9 @@ def c46(path: Path, count: int, size_bytes: int, caplog: pytest.LogCaptureFixtur
         left = present(store, labels)
         assert 0 < len(left) < count and left == labels[-len(left) :], "not the oldest went"
         assert present(store, pinned) == pinned
+        disk = os.statvfs(path)
+        kept_free = min(64 * MIB, disk.f_blocks * disk.f_frsize // 10)
+        assert kept_free - MIB < disk.f_bavail * disk.f_frsize < kept_free + 4 * size_bytes
         for label in (left[0], left[-1]):
             read_back(store, snapshot(label, size_bytes=size_bytes))
         late = [f"late {number}" for number in range(0, count, 10)]

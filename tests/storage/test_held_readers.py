@@ -20,6 +20,7 @@ from freetoken_storage.errors import StoreFull
 from freetoken_storage.pages import FIRST_PAGE, read_header
 from freetoken_storage.snapshots import Evicted, StoredSnapshots
 from freetoken_storage.testing import digest, file_size_limit, present, read_back, snapshot
+from freetoken_storage.transactions import Reader
 
 MIB = 1 << 20
 BUDGET_BYTES = 24 * MIB
@@ -85,7 +86,7 @@ def test_a_held_reader_does_not_let_the_file_grow(tmp_path: Path) -> None:
             assert taken + len(refusals) == 200 and taken < 24
             last = refusals[-1]
             assert REASON in last.what and str(child.pid) in str(last)
-            assert "1 reader" in str(last) and last.remedy is not None
+            assert "1 reader:" in str(last) and last.remedy is not None
             new = [f"held{i}" for i in range(200)]
             before = present(store, labels + new)
             assert len(before) >= 14, "a refused put evicted something"
@@ -118,7 +119,8 @@ def test_a_reader_in_this_process_is_named(tmp_path: Path) -> None:
             target = bytearray(MIB)
             reader.read_into(digest(newest), {"kv": memoryview(target)})
             assert bytes(target) == snapshot(newest, size_bytes=MIB).buffers["kv"]
-        assert rewrite(store, 3, "free") == (3, [])
+        for i in range(3):  # larger than what the file may still grow by
+            store.snapshots.put([snapshot(f"free{i}", size_bytes=3 * MIB)])
 
 
 def test_a_killed_reader_is_forgotten(tmp_path: Path) -> None:
@@ -136,15 +138,16 @@ def test_a_killed_reader_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_pages_that_were_free_before_the_reader_can_be_used(tmp_path: Path) -> None:
-    """Oracle: ten snapshots went before the reader began, so nine more fit beside it, in a file
-    that hardly grows; then they are refused."""
+    """Oracle: ten snapshots went before the reader began, so three of three times the size fit
+    beside it, in a file that hardly grows; then they are refused."""
     path = tmp_path / "store"
     with Database(path, disk_budget_bytes=BUDGET_BYTES) as store:
-        labels = fill(store, 20)
+        labels = present(store, fill(store))
         assert store.snapshots.remove([digest(label) for label in labels[:10]]) == 10
         size_bytes = states_bytes(path)
         with reader_process(path):
-            assert rewrite(store, 9, "fits") == (9, [])
+            for i in range(3):
+                store.snapshots.put([snapshot(f"fits{i}", size_bytes=3 * MIB)])
             assert states_bytes(path) <= size_bytes + MIB
             assert present(store, labels) == labels[10:]
             assert rewrite(store, 60, "more")[1]
@@ -227,6 +230,24 @@ def test_a_full_disk_and_a_reader_lose_nothing(tmp_path: Path) -> None:
                 assert present(store, labels) == labels
             store.snapshots.put([snapshot("new", size_bytes=2 * MIB)])
             read_back(store, snapshot("new", size_bytes=2 * MIB))
+
+
+def test_who_counts_as_a_reader(tmp_path: Path) -> None:
+    """Oracle: who is inside a block now, and LMDB's own table, which goes on listing a transaction
+    that has ended."""
+    path = tmp_path / "store"
+    with Database(path) as store:
+        store.snapshots.put([snapshot("a")])
+        states, seen = store._states, read_header(path / "states" / "data.mdb").txn_id
+        assert states is not None and states.readers() == []
+        with store.snapshots.reader(), reader_process(path) as child:
+            store.snapshots.put([snapshot("b")])
+            found = sorted(states.readers(), key=lambda reader: reader.pid)
+            assert found == [Reader(pid, seen) for pid in sorted((os.getpid(), child.pid))]
+        ended = states._env.begin()
+        ended.abort()
+        assert f"{os.getpid()}" in states._env.readers()
+        assert states.readers() == []
 
 
 def test_free_pages_are_counted_as_lmdb_counts_them(tmp_path: Path) -> None:
