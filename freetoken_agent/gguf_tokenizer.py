@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from freetoken_storage.gguf import GgufDamaged, GgufValue, read_gguf
+
 from .errors import TokenizerUnsupported
-from .gguf_metadata import Value, read_metadata
 from .hf_tokenizer import HFTokenizer, TokenizerFiles
 from .pieces import BYTE_ALPHABET
 
@@ -67,7 +68,19 @@ def load_gguf_tokenizer(path: str | Path) -> HFTokenizer:
     return HFTokenizer(from_metadata(read_metadata(path)))
 
 
-def from_metadata(metadata: Mapping[str, Value]) -> TokenizerFiles:
+def read_metadata(path: str | Path) -> Mapping[str, GgufValue]:
+    """Every key of the file. TokenizerUnsupported, naming the file, if it is not a whole GGUF."""
+    try:
+        return read_gguf(path).metadata
+    except (GgufDamaged, OSError) as error:
+        raise TokenizerUnsupported(
+            "not a readable GGUF file",
+            value=f"{path}: {error.detail if isinstance(error, GgufDamaged) else error}",
+            remedy="download the file again",
+        ) from error
+
+
+def from_metadata(metadata: Mapping[str, GgufValue]) -> TokenizerFiles:
     """A tokenizer.json, and what goes with it, from GGUF metadata."""
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
@@ -110,7 +123,7 @@ def from_metadata(metadata: Mapping[str, Value]) -> TokenizerFiles:
     )
 
 
-def _strings(metadata: Mapping[str, Value], name: str) -> list[str]:
+def _strings(metadata: Mapping[str, GgufValue], name: str) -> list[str]:
     value = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise TokenizerUnsupported(
@@ -120,7 +133,7 @@ def _strings(metadata: Mapping[str, Value], name: str) -> list[str]:
 
 
 def _ids(
-    metadata: Mapping[str, Value], keys: Mapping[str, str], tokens: list[str]
+    metadata: Mapping[str, GgufValue], keys: Mapping[str, str], tokens: list[str]
 ) -> list[tuple[str, int]]:
     found = []
     for name, key in keys.items():

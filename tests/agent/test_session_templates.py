@@ -151,8 +151,8 @@ def test_a_text_beside_a_call_is_kept_or_the_remedy_works(name: str) -> None:
 
 @EACH
 def test_a_call_in_the_templates_own_spelling_is_read_back(name: str) -> None:
-    """Oracle: the arguments that were rendered. No truth value is among them: where parameters stand
-    between tags some templates write True, which only a schema can tell from a text."""
+    """Oracle: the arguments that were rendered. No truth value is among them: where parameters are
+    between tags, some templates write True, which only a schema can tell from a text."""
     model = _model(name)
     arguments = {"path": 'a, {b}: "c"', "n": 3, "list": [1.5, 2], "none": []}
     with Store(":memory:") as store:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_agent.errors import TokenizerUnsupported
-from freetoken_agent.gguf_metadata import Value, read_metadata
-from freetoken_agent.gguf_tokenizer import from_metadata, load_gguf_tokenizer
+from freetoken_agent.gguf_tokenizer import from_metadata, load_gguf_tokenizer, read_metadata
 from freetoken_agent.hf_tokenizer import HFTokenizer
 from freetoken_agent.pieces import BYTE_ALPHABET
+from freetoken_storage.gguf import GgufValue
 
 TEXTS = (
     "Hello, world!", "  two  blanks  ", "1234567", "a1b22c333", "3 4  55   6", "x = 10  # ten",
@@ -37,12 +37,12 @@ def path() -> Path:
 
 
 @pytest.fixture(scope="module")
-def metadata(path: Path) -> dict[str, Value]:
+def metadata(path: Path) -> Mapping[str, GgufValue]:
     return read_metadata(path)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(metadata: dict[str, Value]) -> HFTokenizer:
+def tokenizer(metadata: Mapping[str, GgufValue]) -> HFTokenizer:
     return HFTokenizer(from_metadata(metadata))
 
 
@@ -55,7 +55,7 @@ class Reference:
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     )
 
-    def __init__(self, metadata: dict[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
         tokens = metadata["tokenizer.ggml.tokens"]
         self.ids = {token: index for index, token in enumerate(tokens)}
         merges = metadata["tokenizer.ggml.merges"]
@@ -88,7 +88,9 @@ class Reference:
 
 
 @pytest.mark.smollm2
-def test_contents_follow_llama_cpp_rule(tokenizer: HFTokenizer, metadata: dict[str, Value]) -> None:
+def test_contents_follow_llama_cpp_rule(
+    tokenizer: HFTokenizer, metadata: Mapping[str, GgufValue]
+) -> None:
     """Oracle: the rule written out in plain Python."""
     reference = Reference(metadata)
     for text in TEXTS:
@@ -97,7 +99,7 @@ def test_contents_follow_llama_cpp_rule(tokenizer: HFTokenizer, metadata: dict[s
 
 @pytest.mark.smollm2
 def test_any_text_follows_llama_cpp_rule(
-    tokenizer: HFTokenizer, metadata: dict[str, Value]
+    tokenizer: HFTokenizer, metadata: Mapping[str, GgufValue]
 ) -> None:
     """Oracle: the rule written out in plain Python, on random text rich in digits and blanks."""
     reference = Reference(metadata)
@@ -171,7 +173,7 @@ def test_facts_of_the_file(tokenizer: HFTokenizer) -> None:
 
 @pytest.mark.smollm2
 def test_digest_is_stable_and_names_the_content(
-    tokenizer: HFTokenizer, metadata: dict[str, Value], path: Path
+    tokenizer: HFTokenizer, metadata: Mapping[str, GgufValue], path: Path
 ) -> None:
     """Oracle: a second load, and a load with one merge fewer."""
     assert load_gguf_tokenizer(path).digest == tokenizer.digest
@@ -181,10 +183,10 @@ def test_digest_is_stable_and_names_the_content(
     assert from_metadata(changed).digest != tokenizer.digest
 
 
-def tiny(changes: Mapping[str, Value] | None = None) -> dict[str, Value]:
+def tiny(changes: Mapping[str, GgufValue] | None = None) -> dict[str, GgufValue]:
     """Metadata of a byte-level tokenizer of 256 letters, one merge and one control token."""
     tokens = [*sorted(BYTE_ALPHABET, key=BYTE_ALPHABET.__getitem__), "ab", "<|end|>"]
-    made: dict[str, Value] = {
+    made: dict[str, GgufValue] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
@@ -214,14 +216,16 @@ def test_a_tiny_tokenizer_from_metadata() -> None:
         ({"tokenizer.ggml.merges": ["no such pieces"]}, "cannot be read"),
     ],
 )
-def test_metadata_that_cannot_be_used_is_refused(changes: dict[str, Value], says: str) -> None:
+def test_metadata_that_cannot_be_used_is_refused(
+    changes: Mapping[str, GgufValue], says: str
+) -> None:
     """Oracle: the error's type, code and what it names."""
     with pytest.raises(TokenizerUnsupported, match=says) as caught:
         HFTokenizer(from_metadata(tiny(changes)))
     assert caught.value.code == "tokenizer_unsupported"
 
 
-def pack(value: Value) -> bytes:
+def pack(value: GgufValue) -> bytes:
     """A value as GGUF writes it, without its type."""
     if isinstance(value, str):
         raw = value.encode()
@@ -230,7 +234,7 @@ def pack(value: Value) -> bytes:
     return struct.pack("<I", value)
 
 
-def gguf(pairs: dict[str, Value], version: int = 3) -> bytes:
+def gguf(pairs: Mapping[str, GgufValue], version: int = 3) -> bytes:
     """A GGUF file without tensors."""
     data = b"GGUF" + struct.pack("<IQQ", version, 0, len(pairs))
     for key, value in pairs.items():
