@@ -236,7 +236,10 @@ class ListState:
         """The state of the first `length` tokens, which ended a pass or were a cut of one. Shares
         memory with this one: what changes buffers in place shows in both."""
         other = ListState(self._states)
-        other._kept[length] = self._kept[length]
+        kept = self._kept.get(length, {})
+        for layer, state in enumerate(self._states):
+            assert layer in kept or not state.overwritten, (layer, "was not cut at", length)
+        other._kept[length] = kept
         other._past = [_first_rows(pieces, length) for pieces in self._past]
         other.length = length
         return other

@@ -5,50 +5,77 @@ from typing import Any
 
 import pytest
 
-from freetoken_runtime.errors import UnsupportedArchitecture, UnsupportedConfig
-from freetoken_runtime.models.registry import FAMILIES, read_spec
+from freetoken_runtime.errors import (
+    UnsupportedArchitecture,
+    UnsupportedConfig,
+    UnsupportedQuantization,
+)
+from freetoken_runtime.models.registry import read_spec
 from freetoken_runtime.spec import ModelSpec
-from freetoken_runtime.specs.rope import LinearScaling, Llama3Scaling, YarnScaling
-from freetoken_runtime.testing import ODD_DIMENSIONS
+from freetoken_runtime.specs.attention import AttentionSpec
+from freetoken_runtime.specs.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from freetoken_runtime.testing import ODD_DIMENSIONS, family_config
 
 
 def spec_of(model_type: str = "llama", **changes: Any) -> ModelSpec:
     return read_spec({**ODD_DIMENSIONS, "model_type": model_type, **changes})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "gemma3_text")
+
+
+def attention_of(spec: ModelSpec, layer: int = 0) -> AttentionSpec:
+    mixer = spec.layers[layer].mixer
+    assert isinstance(mixer, AttentionSpec)
+    return mixer
+
+
+def scaling_of(spec: ModelSpec) -> RopeScaling | None:
+    rope = attention_of(spec).rope
+    assert rope is not None
+    return rope.scaling
+
+
+@pytest.mark.parametrize("family", DENSE)
 def test_every_key_that_transformers_writes_is_understood(family: str) -> None:
     """Oracle: transformers' own config of each family, all keys, and its own derived values."""
-    from transformers import AutoConfig
-
-    window = {"sliding_window": None} if family == "mistral" else {}
-    config = AutoConfig.for_model(family, **{**ODD_DIMENSIONS, **window})
+    config = family_config(family)
     spec = read_spec(config.to_dict())
-    mixer = spec.layers[0].mixer
-    assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (211, 60, 4)
+    mixer = attention_of(spec)
+    assert (spec.vocab_size, spec.hidden_size) == (211, 60)
+    assert spec.num_layers == config.num_hidden_layers
     assert (mixer.num_heads, mixer.num_kv_heads) == (6, 2)
     assert mixer.head_dim == getattr(config, "head_dim", 10)
     assert spec.norm_eps == config.rms_norm_eps
     assert spec.tied_head == config.tie_word_embeddings
-    assert mixer.rope.theta == config.rope_parameters["rope_theta"]
+    ropes = config.rope_parameters
+    assert mixer.rope is not None
+    assert mixer.rope.theta == ropes.get("sliding_attention", ropes)["rope_theta"]
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * spec.num_layers
+    if family == "mistral":
+        kinds = ["sliding_attention"] * spec.num_layers
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert [attention_of(spec, index).window for index in range(spec.num_layers)] == windows
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_absent_keys_take_the_defaults_of_transformers(family: str) -> None:
     """Oracle: the defaults in transformers' config class."""
     from transformers import AutoConfig
 
     sizes = {"vocab_size": 211, "hidden_size": 60, "intermediate_size": 84}
     shape = {"num_hidden_layers": 1, "num_attention_heads": 6}
-    window = {"sliding_window": None} if family == "mistral" else {}
-    heads = {"num_key_value_heads": 6 if family == "mistral" else None}
-    config = AutoConfig.for_model(family, **sizes, **shape, **heads, **window)
-    spec = read_spec({"model_type": family, **sizes, **shape, **heads, **window})
+    # An absent number is 8 in mistral, 4 in gemma3; null is not a number there.
+    heads = {"num_key_value_heads": 6 if family in ("mistral", "gemma3_text") else None}
+    config = AutoConfig.for_model(family, **sizes, **shape, **heads)
+    spec = read_spec({"model_type": family, **sizes, **shape, **heads})
     assert spec.context_limit == config.max_position_embeddings
     assert spec.norm_eps == config.rms_norm_eps
     assert spec.tied_head == config.tie_word_embeddings
-    assert spec.layers[0].mixer.num_kv_heads == config.num_key_value_heads == 6
-    assert spec.layers[0].mixer.head_dim == getattr(config, "head_dim", 10)
+    assert attention_of(spec).num_kv_heads == config.num_key_value_heads == 6
+    assert attention_of(spec).head_dim == getattr(config, "head_dim", 10)
+    if family in ("mistral", "gemma3_text"):
+        assert attention_of(spec).window == config.sliding_window == 4096
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mamba2", None, 7, ["llama"]])
@@ -68,10 +95,14 @@ def test_an_unknown_architecture_is_named_with_what_is_supported(model_type: Any
         ("llama", "partial_rotary_factor", 0.5),
         ("llama", "rope_interleaved", True),
         ("llama", "sliding_window", 23),
-        ("mistral", "sliding_window", 23),
         ("mistral", "attention_bias", True),
         ("qwen2", "layer_types", ["full_attention", "sliding_attention"] * 2),
         ("qwen3", "mlp_bias", True),
+        ("gemma3_text", "attn_logit_softcapping", 50.0),
+        ("gemma3_text", "use_bidirectional_attention", True),
+        ("gemma3_text", "hidden_activation", "gelu"),
+        ("gemma3_text", "rope_parameters", {"rope_type": "default"}),
+        ("granite", "position_embedding_type", "learned"),
         ("qwen3", "num_experts", 8),
         ("llama", "rms_norm_eps", "small"),
         ("llama", "rms_norm_eps", -1e-6),
@@ -90,19 +121,71 @@ def test_a_key_that_changes_the_maths_is_refused_by_name(family: str, key: str, 
     assert key in str(error.value)
 
 
-def test_a_window_of_qwen_is_refused_only_where_it_is_used() -> None:
-    """Oracle: transformers ignores sliding_window unless use_sliding_window is set."""
-    assert spec_of("qwen2", sliding_window=23, use_sliding_window=False).num_layers == 4
-    with pytest.raises(UnsupportedConfig, match="sliding_window"):
-        spec_of("qwen2", sliding_window=23, use_sliding_window=True)
+def test_qwen_has_windows_only_where_they_are_used() -> None:
+    """Oracle: transformers ignores sliding_window unless use_sliding_window is set, and then gives
+    one to the layers from max_window_layers on."""
+    unused = spec_of("qwen2", sliding_window=23, use_sliding_window=False)
+    assert {attention_of(unused, index).window for index in range(4)} == {None}
+    for family in ("qwen2", "qwen3"):
+        used = spec_of(family, sliding_window=23, use_sliding_window=True, max_window_layers=3)
+        assert [attention_of(used, i).window for i in range(4)] == [None, None, None, 23]
+    listed = spec_of(
+        "qwen2",
+        sliding_window=23,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    assert [attention_of(listed, i).window for i in range(4)] == [23, None, 23, None]
 
 
 def test_mistral_without_the_key_has_a_window_and_null_means_none() -> None:
     """Oracle: transformers' default of 4,096, which only matters below the context."""
-    assert spec_of("mistral", max_position_embeddings=4096).context_limit == 4096
-    assert spec_of("mistral", max_position_embeddings=8192, sliding_window=None).num_layers == 4
+    assert attention_of(spec_of("mistral", max_position_embeddings=4096)).window is None
+    assert attention_of(spec_of("mistral", max_position_embeddings=8192)).window == 4096
+    none = spec_of("mistral", max_position_embeddings=8192, sliding_window=None)
+    assert attention_of(none).window is None
+
+
+@pytest.mark.parametrize("window", [0, -1, "23", 2.5, True])
+def test_a_window_that_is_no_number_of_rows_is_refused(window: Any) -> None:
+    """Oracle: the message names key and value."""
     with pytest.raises(UnsupportedConfig, match="sliding_window"):
-        spec_of("mistral", max_position_embeddings=8192)
+        spec_of("mistral", sliding_window=window)
+
+
+@pytest.mark.parametrize("family", ["smollm3", "qwen2"])
+def test_windows_without_a_size_are_refused(family: str) -> None:
+    """Oracle: the message; transformers fails on such a configuration."""
+    with pytest.raises(UnsupportedConfig, match="sliding_window"):
+        spec_of(family, layer_types=["full_attention", "sliding_attention"] * 2)
+
+
+def test_smollm3_windows_are_where_the_rope_is_not() -> None:
+    """Oracle: transformers' rule for absent layer_types, and an explicit list of ropes."""
+    given = {"use_sliding_window": True, "sliding_window": 23, "no_rope_layers": [1, 0, 1, 0]}
+    spec = spec_of("smollm3", **given)
+    mixers = [attention_of(spec, index) for index in range(4)]
+    assert [mixer.rope is not None for mixer in mixers] == [True, False, True, False]
+    assert [mixer.window for mixer in mixers] == [None, 23, None, 23]
+    with pytest.raises(UnsupportedConfig, match="no_rope_layers"):
+        spec_of("smollm3", no_rope_layers=[1, 0])
+
+
+def test_older_gemma3_keys_mean_the_same() -> None:
+    """Oracle: the newer spelling of one configuration, as transformers reads both."""
+    linear = {"rope_type": "linear", "factor": 8.0}
+    newer = {
+        "full_attention": {**linear, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    }
+    older = {"rope_scaling": linear, "rope_theta": 2e6, "rope_local_base_freq": 5e3}
+    shared = {"sliding_window": 23, "sliding_window_pattern": 2}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    spec = spec_of("gemma3_text", **shared, **older)
+    assert spec == spec_of(
+        "gemma3_text", sliding_window=23, layer_types=kinds, rope_parameters=newer
+    )
+    assert [attention_of(spec, index).window for index in range(4)] == [23, None, 23, None]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +211,7 @@ def test_both_spellings_of_rope_give_one_spec() -> None:
     linear = {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e5}
     older: dict[str, Any] = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 3.0}}
     assert spec_of(rope_parameters=linear) == spec_of(**older)
-    assert spec_of(**older).layers[0].mixer.rope.scaling == LinearScaling(3.0)
+    assert scaling_of(spec_of(**older)) == LinearScaling(3.0)
     assert spec_of(rope_theta=5e5) == spec_of(rope_parameters={"rope_theta": 5e5})
 
 
@@ -142,12 +225,12 @@ def test_scaled_ropes_are_read_whole() -> None:
         "original_max_position_embeddings": 64,
     }
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-    scaling = spec_of(rope_scaling=llama3).layers[0].mixer.rope.scaling
+    scaling = scaling_of(spec_of(rope_scaling=llama3))
     assert scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
-    scaling = spec_of(rope_scaling=yarn).layers[0].mixer.rope.scaling
+    scaling = scaling_of(spec_of(rope_scaling=yarn))
     assert scaling == YarnScaling(4.0, 0.1 * 1.3862943611198906 + 1, 1024, 32.0, 1.0, True)
     mscaled = {**yarn, "mscale": 2.0, "mscale_all_dim": 1.0}
-    scaling = spec_of(rope_scaling=mscaled).layers[0].mixer.rope.scaling
+    scaling = scaling_of(spec_of(rope_scaling=mscaled))
     assert isinstance(scaling, YarnScaling) and scaling.attention_factor == pytest.approx(1.1217511)
 
 
@@ -168,3 +251,31 @@ def test_other_ropes_are_refused_by_name(rope: Any, named: str) -> None:
     """Oracle: the message."""
     with pytest.raises(UnsupportedConfig, match=named):
         spec_of(rope_parameters=rope)
+
+
+def test_quantised_checkpoints_are_refused_by_method() -> None:
+    """Oracle: the message, for a model by itself and inside a multimodal one."""
+    settings = {"quant_method": "mxfp4", "bits": 4}
+    with pytest.raises(UnsupportedQuantization, match="mxfp4"):
+        spec_of(quantization_config=settings)
+    text = {**ODD_DIMENSIONS, "model_type": "llama", "quantization_config": settings}
+    with pytest.raises(UnsupportedQuantization, match="mxfp4"):
+        read_spec({"model_type": "llava", "text_config": text})
+
+
+def test_the_text_part_of_a_multimodal_configuration_is_read() -> None:
+    """Oracle: the text configuration by itself; the head is tied as the wrapper says, and a key of
+    the wrapper that nobody knows is refused."""
+    text = {**ODD_DIMENSIONS, "model_type": "qwen3", "head_dim": 20}
+    wrapper = {
+        "model_type": "some_vision_model",
+        "text_config": text,
+        "vision_config": {"depth": 3},
+        "image_token_id": 7,
+        "mm_tokens_per_image": 256,
+        "architectures": ["SomeVisionModel"],
+    }
+    assert read_spec(wrapper) == read_spec(text)
+    assert read_spec({**wrapper, "tie_word_embeddings": True}).tied_head
+    with pytest.raises(UnsupportedConfig, match="logit_magic"):
+        read_spec({**wrapper, "logit_magic": 2})

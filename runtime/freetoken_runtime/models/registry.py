@@ -10,10 +10,13 @@ from ..spec import ModelSpec
 from ..weight_source import Names
 from .config_reader import text_part
 from .falcon_h1 import falcon_h1_names, read_falcon_h1
+from .gemma3 import gemma3_names, read_gemma3
+from .granite import read_granite
 from .granitemoehybrid import granitemoehybrid_names, read_granitemoehybrid
 from .lfm2_moe import lfm2_moe_names, read_lfm2_moe
 from .llama import llama_names, read_llama
 from .nemotron_h import nemotron_h_names, read_nemotron_h
+from .smollm3 import read_smollm3
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "smollm3": Family(read_smollm3, llama_names),
+    "granite": Family(read_granite, llama_names),
+    "gemma3_text": Family(read_gemma3, gemma3_names),
     "falcon_h1": Family(read_falcon_h1, falcon_h1_names),
     "granitemoehybrid": Family(read_granitemoehybrid, granitemoehybrid_names),
     "lfm2_moe": Family(read_lfm2_moe, lfm2_moe_names),

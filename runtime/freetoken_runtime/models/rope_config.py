@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ..errors import UnsupportedConfig
 from ..specs.rope import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
@@ -12,24 +13,60 @@ from .config_reader import ConfigReader
 SUPPORTED_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def read_rope(config: ConfigReader, head_dim: int, context_limit: int) -> RopeSpec:
-    """The rope of every layer. UnsupportedConfig names a kind or key that is not implemented."""
-    theta = config.number("rope_theta", 10_000.0)
+def read_rope(
+    config: ConfigReader,
+    head_dim: int,
+    context_limit: int,
+    *,
+    theta: float = 10_000.0,
+    partial: float | None = None,
+) -> RopeSpec:
+    """The one rope of a model. `theta` and `partial`, the part of a head that turns, are the
+    family's defaults; without the latter a head turns as a whole. UnsupportedConfig names a kind or
+    key that is not implemented."""
+    theta = config.number("rope_theta", theta)
     config.require("rope_interleaved", False)
-    config.require("partial_rotary_factor", 1)
+    if partial is None:
+        config.require("partial_rotary_factor", 1)
+    else:
+        partial = config.number("partial_rotary_factor", partial)
     older, newer = config.get("rope_scaling"), config.get("rope_parameters")
-    settings = older or newer or {}
+    # A key beside the rope parameters wins over one inside, as in transformers.
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        original = config.whole("original_max_position_embeddings")
+    return rope_of(
+        older or newer or {}, Rotation(head_dim, theta, partial), context_limit, original
+    )
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What is known of a rope before its parameters are read; see `read_rope`."""
+
+    head_dim: int
+    theta: float
+    partial: float | None = None
+
+
+def rope_of(
+    settings: object, known: Rotation, context_limit: int, original: int | None = None
+) -> RopeSpec:
+    """A rope from its parameters. `original`: the context it was trained for, where that is told
+    beside them."""
     if not isinstance(settings, Mapping):
         raise UnsupportedConfig("rope parameters", value=settings, limit="an object")
     reader = ConfigReader(settings)
-    theta = reader.number("rope_theta", theta)
-    reader.require("partial_rotary_factor", 1)
-    original = reader.whole("original_max_position_embeddings", context_limit)
-    # A key beside the rope parameters wins over one inside, as in transformers.
-    original = config.whole("original_max_position_embeddings", original)
-    scaling = _read_scaling(reader, context_limit, original)
+    theta = reader.number("rope_theta", known.theta)
+    dim = known.head_dim
+    if known.partial is None:
+        reader.require("partial_rotary_factor", 1)
+    else:
+        dim = int(dim * reader.number("partial_rotary_factor", known.partial))
+    inside = reader.whole("original_max_position_embeddings", context_limit)
+    scaling = _read_scaling(reader, context_limit, inside if original is None else original)
     reader.finish()
-    return RopeSpec(head_dim, theta, scaling)
+    return RopeSpec(dim, theta, scaling)
 
 
 def _read_scaling(
@@ -50,7 +87,7 @@ def _read_scaling(
             original_context=original_context,
         )
     if kind == "yarn":
-        factor = reader.number("factor", context_limit / original_context)
+        factor = _required(reader, "factor")
         return YarnScaling(
             factor=factor,
             attention_factor=_yarn_attention_factor(reader, factor),

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family against transformers, on small random models of odd dimensions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freetoken_runtime.models.decoder import Decoder
+from freetoken_runtime.models.registry import FAMILIES, read_spec
+from freetoken_runtime.oracle import MODES, Oracle, distance, forward, in_passes, new_state
+from freetoken_runtime.testing import FAMILY_CONFIGS, build_checkpoint, family_config
+from freetoken_runtime.weights import load, open_source
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # tiny matrices: a team only costs
+TOLERANCE = 1e-4  # of the logits' range; seen: 3e-6
+
+
+@dataclass(frozen=True)
+class Built:
+    name: str
+    folder: Path
+    decoder: Decoder
+    oracle: Oracle
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def built(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Built]:
+    """A random model of the family, loaded, and transformers' answers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    model = build_checkpoint(folder, request.param)
+    yield Built(request.param, folder, load(folder).decoder, Oracle(model, 211))
+    torch.set_num_threads(before)
+
+
+def test_every_family_has_a_model_to_test() -> None:
+    """Oracle: the table of configurations that build in transformers."""
+    assert set(FAMILIES) <= set(FAMILY_CONFIGS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_equal_transformers(built: Built, mode: str) -> None:
+    """Oracle: transformers in one cold pass: prefill, chunks, steps, ragged batches, passes whose
+    scans are cut, and what is resumed from a cut."""
+    assert MODES[mode](built.decoder, built.oracle) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [63, 64, 65])
+def test_m22_prefill_equals_prefill_and_a_step(built: Built, length: int) -> None:
+    """Oracle: the same decoder in one pass; same greedy token."""
+    ids = built.oracle.ids(length, 5)
+    whole = in_passes(built.decoder, new_state(built.decoder), ids, [length])[-1]
+    stepped = in_passes(built.decoder, new_state(built.decoder), ids, [length - 1, 1])[-1]
+    assert distance(stepped, whole) < TOLERANCE
+    assert int(stepped.argmax()) == int(whole.argmax())
+
+
+def test_a_neighbour_changes_no_bit(built: Built) -> None:
+    """Oracle: the sequence alone, bit for bit, through prefill and decode beside neighbours that
+    come and go and share its row groups."""
+    decoder, ids = built.decoder, built.oracle.ids(60, 9)
+
+    def play(neighbours: bool) -> torch.Tensor:
+        state, at, outs = new_state(decoder), 0, []
+        others = [new_state(decoder) for _ in range(3)]
+        for step, size in enumerate((35, 1, 1, 20, 1, 2)):
+            parts: list[tuple[Any, list[int]]] = [(state, ids[at : at + size])]
+            if neighbours:
+                extra = [(other, built.oracle.ids(1 + 30 * (step % 2), step)) for other in others]
+                parts = extra[: step % 4] + parts + extra[step % 4 :]
+            parts.sort(key=lambda part: len(part[1]) < decoder.few_rows)
+            results = forward(decoder, parts)
+            outs.append(results[[part[0] for part in parts].index(state)])
+            at += size
+        return torch.cat(outs)
+
+    assert torch.equal(play(True), play(False))
+
+
+@pytest.mark.parametrize("forms", [{"dtype": "bfloat16"}, {"quant": "int8"}, {"quant": "int4"}])
+def test_other_forms_compute_the_same_in_chunks(built: Built, forms: dict[str, Any]) -> None:
+    """Oracle: the same weights in one prefill, teacher-forced: mean 1e-2 of the range."""
+    decoder = load(built.folder, **forms).decoder
+    ids = built.oracle.path[:80]
+    whole = in_passes(decoder, new_state(decoder), ids, [80])
+    chunks = in_passes(decoder, new_state(decoder), ids, [33, 1, 7])
+    assert float((chunks - whole).abs().mean() / (whole.max() - whole.min())) < 1e-2
+
+
+def test_the_spec_is_that_of_the_saved_folder(built: Built) -> None:
+    """Oracle: transformers' own configuration object, all of its keys."""
+    assert read_spec(family_config(built.name).to_dict()) == open_source(built.folder).spec
