@@ -25,7 +25,7 @@ from .kernels.integers import (
     stack_int4,
     stack_int8,
 )
-from .layers import attention, mamba, mlp, moe, parallel, short_conv
+from .layers import attention, gated_delta, kda, mamba, mlp, moe, parallel, short_conv
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from .layers.linear import DenseLinear, IntegerLinear, Linear
 from .layers.norm import RmsNorm
@@ -35,6 +35,7 @@ from .safetensors_weights import SafetensorsFolder
 from .spec import LayerSpec, ModelSpec
 from .specs.attention import AttentionSpec
 from .specs.convolution import ShortConvSpec
+from .specs.gated_delta import GatedDeltaSpec, KdaSpec
 from .specs.mamba import Mamba2Spec
 from .specs.mlp import MlpSpec
 from .specs.moe import MoeSpec
@@ -48,6 +49,8 @@ Quant = Literal["int8", "int4"]
 # What builds a layer, by the type of its spec.
 _MIXERS: Mapping[type, Callable[[Any, Parts], Mixer]] = {
     AttentionSpec: attention.build,
+    GatedDeltaSpec: gated_delta.build,
+    KdaSpec: kda.build,
     Mamba2Spec: mamba.build,
     ParallelSpec: parallel.build,
     ShortConvSpec: short_conv.build,

@@ -3,19 +3,35 @@
 state has to be handed over."""
 
 from collections.abc import Callable
+from typing import Protocol, Self, TypeVar
 
 import torch
 
 from ..batch import Batch
 
 Buffers = tuple[torch.Tensor, ...]
-# Rows of a piece [n, ·] and the state before them -> what they give [n, ·] and the state after.
-Scan = Callable[[torch.Tensor, Buffers], tuple[torch.Tensor, Buffers]]
 
 
-def scan_sequences(rows: torch.Tensor, batch: Batch, layer: int, scan: Scan) -> torch.Tensor:
-    """Every row of the pass [T, ·] -> [T, ·]. A row sees rows of its own sequence only, and the
-    layer's state is kept at each cut and at the end."""
+class Rows(Protocol):
+    """A tensor [T, ·], or several of as many rows, that are sliced together."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Self: ...
+
+
+RowsT = TypeVar("RowsT", bound=Rows)
+
+
+def scan_sequences(
+    rows: RowsT,
+    batch: Batch,
+    layer: int,
+    scan: Callable[[RowsT, Buffers], tuple[torch.Tensor, Buffers]],
+) -> torch.Tensor:
+    """Every row of the pass -> [T, ·]. `scan`: rows of a piece and the state before them -> what
+    they give [n, ·] and the state after. A row sees rows of its own sequence only, and the layer's
+    state is kept at each cut and at the end."""
     outs = []
     for sequence in batch.sequences:
         own = rows[sequence.start : sequence.stop]
