@@ -12,6 +12,7 @@ import torch
 from ..batch import Batch, Form, RowGroup
 from ..layers.embedding import Embedding
 from ..layers.linear import IntegerLinear, Linear
+from ..layers.moe import Moe, Observer
 from ..layers.norm import RmsNorm
 from ..layers.parts import FeedForward, Mixer, Module
 from ..layers.rope import RopeTable
@@ -110,6 +111,13 @@ class Decoder:
         if spec.logit_soft_cap is not None:
             logits = torch.tanh(logits / spec.logit_soft_cap) * spec.logit_soft_cap
         return logits
+
+    def observe_routing(self, observer: Observer | None) -> None:
+        """Show `observer` how close every router's choice was, layer by layer and pass by pass:
+        margins [T] fp32 between the last expert taken and the best one left. None ends it."""
+        for module in self._modules():
+            if isinstance(module, Moe):
+                module.observer = observer
 
     @property
     def few_rows(self) -> int:
