@@ -9,6 +9,7 @@ scan that is cut would differ from one that is not.
 
 import torch
 
+from ..activations import softplus
 from .parameters import ScanParameters
 
 CHUNK = 64
@@ -25,7 +26,7 @@ def scan(
     """x [T, H, P], dt [T, H] as projected, b and c [T, G, N], state [H, P, N], all fp32, T >= 1 ->
     y [T, H, P] and the state after the last row, which shares no memory with the one before. Head h
     reads group h // (H / G). One row takes the step form."""
-    sizes = _softplus(dt + parameters.dt_bias).clamp_(parameters.dt_min, parameters.dt_max)
+    sizes = softplus(dt + parameters.dt_bias).clamp_(parameters.dt_min, parameters.dt_max)
     steps = x * sizes[:, :, None]
     logs = sizes.double() * parameters.rates.double()  # [T, H]
     if len(x) == 1:
@@ -39,11 +40,6 @@ def scan(
             outs.append(out)
         y = outs[0] if len(outs) == 1 else torch.cat(outs)
     return y.addcmul_(x, parameters.skip[:, None]), state
-
-
-def _softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + e^x), in new memory, put together as `activations` puts together its own."""
-    return x.clamp(min=0.0).add_(x.abs().neg_().exp_().log1p_())
 
 
 def _step(
