@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from freetoken_runtime.errors import UnsupportedConfig
 from freetoken_runtime.layers.rope import RopeTable, inverse_frequencies, rotate
 from freetoken_runtime.models.registry import read_spec
 from freetoken_runtime.specs.rope import FactorScaling, RopeSpec
@@ -49,6 +50,46 @@ def test_tables_equal_transformers(kind: str, head_dim: int) -> None:
     torch.testing.assert_close(our_cos[:, 0], cos[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(our_sin[:, 0, half:], sin[0, :, half:], rtol=0, atol=1e-6)
     torch.testing.assert_close(our_sin[:, 0, :half], -sin[0, :, :half], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        (kind, key)
+        for kind, keys in (
+            ("linear", ("factor",)),
+            ("llama3", ("factor", "low_freq_factor", "high_freq_factor")),
+            ("yarn", ("factor",)),
+        )
+        for key in keys
+    ],
+)
+@pytest.mark.parametrize("given", ["absent", "null"])
+def test_a_rope_without_one_of_its_parameters_is_refused_by_name(
+    kind: str, missing: str, given: str
+) -> None:
+    """Oracle: transformers has no default for an absent one either: its own rope ends with an
+    error. The error of ours names it, also where it is null and a ratio of contexts would suggest
+    a value."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    whole = LlamaConfig(
+        **ODD_DIMENSIONS,
+        rope_parameters={"rope_type": kind, "rope_theta": 10_000.0, **KINDS[kind]},
+    )
+    read_spec(whole.to_dict())
+    config = whole.to_dict()
+    config["rope_parameters"] = {**config["rope_parameters"], missing: None}
+    if given == "absent":
+        del config["rope_parameters"][missing]
+    with pytest.raises(UnsupportedConfig, match=f"rope parameter '{missing}' is missing") as error:
+        read_spec(config)
+    assert error.value.code == "unsupported_config"
+    if given == "absent":
+        whole.rope_parameters = config["rope_parameters"]
+        with pytest.raises(KeyError):
+            ROPE_INIT_FUNCTIONS[kind](whole, torch.device("cpu"))
 
 
 def test_a_grown_table_keeps_its_rows() -> None:

@@ -64,14 +64,12 @@ def rope_of(
     else:
         dim = int(dim * reader.number("partial_rotary_factor", known.partial))
     inside = reader.whole("original_max_position_embeddings", context_limit)
-    scaling = _read_scaling(reader, context_limit, inside if original is None else original)
+    scaling = _read_scaling(reader, inside if original is None else original)
     reader.finish()
     return RopeSpec(dim, theta, scaling)
 
 
-def _read_scaling(
-    reader: ConfigReader, context_limit: int, original_context: int
-) -> RopeScaling | None:
+def _read_scaling(reader: ConfigReader, original_context: int) -> RopeScaling | None:
     older = reader.get("type", "default")
     kind = reader.get("rope_type", older)
     if kind == "default":
