@@ -230,6 +230,18 @@ def children_go_first(store: AnyDatabase) -> None:
     assert len(left) < FITTING
 
 
+def one_chain_makes_room(store: AnyDatabase) -> None:
+    """Whatever becomes a leaf because its child goes may go at once, as far up as is needed."""
+    chain = [f"c{i}" for i in range(FITTING)]
+    for parent, label in zip([None, *chain], chain, strict=False):
+        _fill(store, [label], parent)
+    large = snapshot("large", size_bytes=9 * SNAPSHOT_BYTES)
+    store.snapshots.put([large])
+    read_back(store, large)
+    left = present(store, chain)
+    assert left == chain[: len(left)] and 2 <= len(left) <= FITTING - 3
+
+
 def chains_under_construction(store: AnyDatabase) -> None:
     """What a put needs above it is not evicted for it, however old it is."""
     _fill(store, ["root"])
@@ -310,6 +322,7 @@ BUDGET_CHECKS: tuple[Check, ...] = (
     oldest_go_first,
     touched_stay,
     children_go_first,
+    one_chain_makes_room,
     chains_under_construction,
     pinned_stay,
     nothing_left_to_evict,

@@ -18,7 +18,15 @@ import pytest
 from freetoken_storage import Database, keys, values, verify_store
 from freetoken_storage.errors import InvalidRecord, StoreDamaged, StoreNewer, StoreReadOnly
 from freetoken_storage.records import Changes, NewNode, SegmentRecord, Snapshot
-from freetoken_storage.testing import digest, flip_bytes, grow, read_back, snapshot, truncate
+from freetoken_storage.testing import (
+    digest,
+    flip_bytes,
+    grow,
+    present,
+    read_back,
+    snapshot,
+    truncate,
+)
 
 SNAPSHOTS = [
     snapshot("a", size_bytes=200_000),
@@ -512,6 +520,10 @@ def test_damaged_records_do_not_stop_eviction(tmp_path: Path) -> None:
             store.snapshots.put([snapshot(f"m{i}", size_bytes=300_000)])
         read_back(store, snapshot("m11", size_bytes=300_000))
         assert not any(store.snapshots.contains(digest(label)) for label in labels[::2][:1])
+        store.snapshots.shrink(0)
+        assert present(store, labels) == []
+        report = store.verify()
+        assert report.ok, f"something of a damaged one was left in an index: {report.faults}"
         assert sum(store.sizes().values()) <= budget_bytes
 
 

@@ -3,6 +3,7 @@
 needs a new format version and a migration."""
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import xxhash
 
 from freetoken_storage import Database, keys, values
 from freetoken_storage.audit import EVERYTHING, Limits, PageAudit
+from freetoken_storage.errors import StoreDamaged
 from freetoken_storage.pages import read_header, read_header_of
 from freetoken_storage.records import Changes, NewNode, NodeRecord, SegmentRecord, Snapshot
 from freetoken_storage.session_rows import chain
@@ -182,6 +184,54 @@ def test_header(tmp_path: Path) -> None:
     for limits in (Limits(3, 10**9), Limits(0, 0)):
         assert PageAudit(path / "data.mdb", header, limits).run() is False
     assert PageAudit(path / "data.mdb", header, Limits(10**9, 5)).run() is True
+
+
+def altered(good: bytes, page: int, offset: int, form: str, value: int) -> bytes:
+    """The file with one field of a header replaced."""
+    data = bytearray(good)
+    struct.pack_into(form, data, page * 4096 + offset, value)
+    return bytes(data)
+
+
+def test_a_header_is_refused_by_each_of_its_fields(tmp_path: Path) -> None:
+    """Oracle: the drawing in pages.py: the offset of each field, the values it may have, and what
+    the message must say of another one; on both pages, and at the edge of what is allowed."""
+    with lmdb.open(str(tmp_path / "db"), map_size=1 << 30) as env:
+        for i in range(3):
+            with env.begin(write=True) as txn:
+                txn.put(b"%d" % i, bytes(10_000))
+    path = tmp_path / "db" / "data.mdb"
+    good = path.read_bytes()
+    header = read_header(path)
+    assert header.txn_id == 3 and header.file_bytes <= len(good)
+    main = 16 + 24 + 48  # after the page header, the fields before the trees and the free list tree
+    spare = header.last_page + 1 - header.main.branch_pages - header.main.leaf_pages
+    foreign = "is not a database"
+    cases: list[tuple[int, int, str, int, str]] = [
+        *[(0, 40, "<I", size, f"{foreign}; got 'page size {size}'") for size in (0, 256, 5000)],
+        (0, 40, "<I", 131_072, f"{foreign}; got 'page size"),
+        *[(page, 0, "<Q", 7, foreign) for page in (0, 1)],
+        *[(page, 10, "<H", 0x09, foreign) for page in (0, 1)],
+        *[(page, 16, "<I", 0xBEEFC0DF, foreign) for page in (0, 1)],
+        *[(page, 20, "<I", 999, "another LMDB version; got 999") for page in (0, 1)],
+        *[(1, tree + 4, "<H", 0x04, "foreign kind") for tree in (40, main)],
+        (1, main + 24, "<Q", spare + 1, "a tree of more pages than it has"),
+        (1, 16 + 120, "<Q", len(good) // 4096, "is truncated"),
+        (1, 16 + 128, "<Q", 5, "contradicting headers"),
+        (1, 16 + 128, "<Q", 4, "contradicting headers"),
+    ]
+    for page, offset, form, value, message in cases:
+        path.write_bytes(altered(good, page, offset, form, value))
+        with pytest.raises(StoreDamaged, match=re.escape(message)) as raised:
+            read_header(path)
+        assert str(path) in str(raised.value)
+    for length in (0, 100, 151, 4095, 4096, 8191):
+        path.write_bytes(good[:length])
+        with pytest.raises(StoreDamaged, match="truncated|too short"):
+            read_header(path)
+    for page, offset, form, value in ((1, main + 24, "<Q", spare), (1, 24, "<Q", 1 << 47)):
+        path.write_bytes(altered(good, page, offset, form, value))
+        assert read_header(path).txn_id == 3
 
 
 def test_a_sound_file_passes_the_audit_whatever_was_done_to_it(tmp_path: Path) -> None:
