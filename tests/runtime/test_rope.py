@@ -44,7 +44,9 @@ def test_tables_equal_transformers(kind: str, head_dim: int) -> None:
     config = LlamaConfig(**ODD_DIMENSIONS | {"head_dim": head_dim}, rope_parameters=rope)
     positions = torch.tensor([0, 1, 2, 511, 512, 4095, 100_000])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    table = RopeTable(read_spec(config.to_dict()).layers[0].mixer.rope)
+    mixer = read_spec(config.to_dict()).layers[0].mixer
+    assert mixer is not None and mixer.rope is not None
+    table = RopeTable(mixer.rope)
     our_cos, our_sin = table.rows(positions)
     half = head_dim // 2
     torch.testing.assert_close(our_cos[:, 0], cos[0], rtol=0, atol=1e-6)
