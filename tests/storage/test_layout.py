@@ -18,9 +18,11 @@ import xxhash
 from freetoken_storage import Database, keys, values
 from freetoken_storage.audit import EVERYTHING, Limits, PageAudit
 from freetoken_storage.errors import StoreDamaged
+from freetoken_storage.eviction import INDEX_BYTES, footprint
 from freetoken_storage.pages import read_header, read_header_of
 from freetoken_storage.records import Changes, NewNode, NodeRecord, SegmentRecord, Snapshot
 from freetoken_storage.session_rows import chain
+from freetoken_storage.testing import snapshot
 
 ONE, TWO = b"\x00" * 7 + b"\x01", b"\x00" * 7 + b"\x02"
 
@@ -248,3 +250,71 @@ def test_a_sound_file_passes_the_audit_whatever_was_done_to_it(tmp_path: Path) -
             env.sync(True)
             header = read_header(path / "data.mdb")
             assert PageAudit(path / "data.mdb", header, EVERYTHING).run() is True
+
+
+def test_the_audit_knows_whose_a_page_is(tmp_path: Path) -> None:
+    """Oracle: the drawings in pages.py and audit.py. One page number at a time is replaced, where a
+    long value and where the free list names its pages: each page belongs to one only."""
+    with lmdb.open(str(tmp_path / "db"), map_size=1 << 30) as env:
+        for key in (b"long-a", b"long-b", b"gone-1", b"gone-2"):
+            with env.begin(write=True) as txn:
+                txn.put(key, key[-1:] * 10_000)
+        for key in (b"gone-1", b"gone-2"):
+            with env.begin(write=True) as txn:
+                txn.delete(key)
+    path = tmp_path / "db" / "data.mdb"
+    good = path.read_bytes()
+    header = read_header(path)
+    assert PageAudit(path, header, EVERYTHING).run() is True
+
+    def number(at: int) -> int:
+        found: int = struct.unpack_from("<Q", good, at)[0]
+        return found
+
+    leaf = header.main.root * 4096
+    long_a, long_b = (good.index(key, leaf) + len(key) for key in (b"long-a", b"long-b"))
+    free = header.free.root * 4096
+    entry = free + struct.unpack_from("<H", good, free + 16)[0] + 8 + 8  # node header, key
+    count, first, second = entry, entry + 8, entry + 16
+    assert number(count) >= 3 and number(long_a) != number(long_b)
+    taken, outside = "lies where something else is", "lies outside the file"
+    unnamed, short = "is not where its key says", "is cut short"
+    overflow = number(long_a) * 4096
+    cases = [
+        (long_b, number(long_a), f"a long value {taken}"),
+        (long_b, header.main.root, unnamed),
+        (long_b, header.last_page + 1, outside),
+        (first, header.main.root, f"a free page {taken}"),
+        (first, header.free.root, f"a free page {taken}"),
+        (first, number(long_a) + 1, f"a free page {taken}"),
+        (first, 0, f"a free page {taken}"),
+        (first, 1, f"a free page {taken}"),
+        (first, header.last_page + 1, f"a free page {outside}"),
+        (first, number(second), f"a free page {taken}"),
+        (count, number(count) + 1, short),
+        (overflow, number(long_b), unnamed),
+        (overflow + 8, 0x04 << 16 | 2 << 32, unnamed),
+        (overflow + 8, 0x04 << 16 | 4000 << 32, outside),
+        (overflow + 8, 0x02 << 16 | 3 << 32, unnamed),
+    ]
+    for at, value, message in cases:
+        path.write_bytes(altered(good, 0, at, "<Q", value))
+        with pytest.raises(StoreDamaged, match=re.escape(message)) as raised:
+            PageAudit(path, header, EVERYTHING).run()
+        assert str(path) in str(raised.value)
+    path.write_bytes(good[: leaf + 100])
+    with pytest.raises(StoreDamaged, match="the file ends inside a page"):
+        PageAudit(path, header, EVERYTHING).run()
+
+
+@pytest.mark.parametrize("size_bytes", [0, 3000, 4071, 4072, 65_510, 65_511, 69_000, 1 << 20])
+def test_a_snapshot_occupies_what_its_footprint_says(size_bytes: int, tmp_path: Path) -> None:
+    """Oracle: LMDB's own count of pages in use, before and after forty of them."""
+    count = 40
+    with Database(tmp_path / "store") as store:
+        before = store.snapshots.size_bytes()
+        store.snapshots.put([snapshot(f"n{i}", size_bytes=size_bytes) for i in range(count)])
+        growth_bytes = store.snapshots.size_bytes() - before
+    assert growth_bytes <= count * footprint(size_bytes)
+    inline_bytes = 4096  # a short rest lies in a page with others
+    assert growth_bytes >= count * (footprint(size_bytes) - INDEX_BYTES - inline_bytes)
