@@ -14,8 +14,9 @@ from ..specs.mamba import Mamba2Spec
 from ..specs.mlp import MlpSpec
 from ..specs.parallel import ParallelSpec
 from ..weight_source import Names
+from .attention_config import read_head_dim, read_kv_heads
 from .config_reader import ConfigReader
-from .hybrid_config import mamba2_names, read_head_dim, read_kv_heads, read_mamba2, read_numbers
+from .hybrid_config import mamba2_names, read_mamba2, read_numbers
 from .rope_config import read_rope
 from .weight_names import Naming, checkpoint_names
 

@@ -12,13 +12,12 @@ from ..specs.attention import AttentionSpec
 from ..specs.mlp import MlpSpec
 from ..specs.moe import ExpertSpec, MoeSpec, RouterSpec
 from ..weight_source import Names, Shape, Stored, Ways
+from .attention_config import read_head_dim, read_kv_heads
 from .config_reader import ConfigReader
 from .hybrid_config import (
     mamba2_names,
     read_count,
-    read_head_dim,
-    read_kinds,
-    read_kv_heads,
+    read_hybrid_kinds,
     read_mamba2,
 )
 from .rope_config import read_rope
@@ -36,7 +35,7 @@ def read_granitemoehybrid(config: Mapping[str, Any]) -> ModelSpec:
     hidden = reader.whole("hidden_size")
     context = reader.whole("max_position_embeddings", 2048)
     absent = ["mamba"] * reader.whole("num_hidden_layers", 32, maximum=MAX_LAYERS)
-    kinds = read_kinds(reader, KINDS, ("layer_types", "layers_block_type"), absent)
+    kinds = read_hybrid_kinds(reader, KINDS, ("layer_types", "layers_block_type"), absent)
     mixers: dict[str, MixerSpec] = {
         "linear_attention": read_mamba2(
             reader, int(reader.number("mamba_expand", 2) * hidden), "of_gated"

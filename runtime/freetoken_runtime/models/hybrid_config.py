@@ -15,7 +15,7 @@ from .weight_names import Naming, tensor
 KIND_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def read_kinds(
+def read_hybrid_kinds(
     reader: ConfigReader,
     supported: tuple[str, ...],
     keys: tuple[str, ...],
@@ -50,21 +50,6 @@ def read_kinds(
 def read_count(reader: ConfigReader, key: str, default: int) -> int:
     """A whole number that may be 0."""
     return 0 if reader.get(key) == 0 else reader.whole(key, default)
-
-
-def read_kv_heads(reader: ConfigReader, heads: int, absent: int) -> int:
-    """`num_key_value_heads`: null means one per head, absent is transformers' default."""
-    return reader.whole(
-        "num_key_value_heads", heads if reader.has("num_key_value_heads") else absent
-    )
-
-
-def read_head_dim(reader: ConfigReader, heads: int) -> int:
-    """`head_dim`, or what the hidden size leaves for each head."""
-    hidden = reader.whole("hidden_size")
-    if reader.get("head_dim") is None and hidden % heads:
-        raise UnsupportedConfig("hidden_size / num_attention_heads must be whole", value=hidden)
-    return reader.whole("head_dim", hidden // heads)
 
 
 def read_mamba2(

@@ -11,18 +11,19 @@ from ..specs.convolution import ShortConvSpec
 from ..specs.mlp import MlpSpec
 from ..specs.moe import ExpertSpec, MoeSpec, RouterSpec
 from ..weight_source import Names
+from .attention_config import read_head_dim, read_kv_heads
 from .config_reader import ConfigReader
-from .hybrid_config import read_count, read_head_dim, read_kinds, read_kv_heads, separate_experts
+from .hybrid_config import read_count, read_hybrid_kinds, separate_experts
 from .rope_config import read_rope
 from .weight_names import Naming, checkpoint_names, tensor
 
 
 def read_lfm2_moe(config: Mapping[str, Any]) -> ModelSpec:
-    reader = ConfigReader({"rope_theta": 1_000_000.0, **config})
+    reader = ConfigReader(config)
     reader.get("output_router_logits")
     hidden = reader.whole("hidden_size")
     context = reader.whole("max_position_embeddings", 128_000)
-    kinds = read_kinds(reader, ("conv", "full_attention"), ("layer_types",))
+    kinds = read_hybrid_kinds(reader, ("conv", "full_attention"), ("layer_types",))
     conv = ShortConvSpec(hidden, reader.whole("conv_L_cache", 3), reader.flag("conv_bias"))
     attention = _read_attention(reader, context)
     dense = MlpSpec(reader.whole("intermediate_size"))
@@ -52,7 +53,7 @@ def _read_attention(reader: ConfigReader, context: int) -> AttentionSpec:
         num_heads=heads,
         num_kv_heads=read_kv_heads(reader, heads, absent=8),
         head_dim=head_dim,
-        rope=read_rope(reader, head_dim, context),
+        rope=read_rope(reader, head_dim, context, theta=1e6),
         qk_norm="head",
     )
 

@@ -11,11 +11,11 @@ from ..specs.mamba import Mamba2Spec
 from ..specs.mlp import MlpSpec
 from ..specs.moe import ExpertGroups, ExpertSpec, LatentSpec, MoeSpec, RouterSpec
 from ..weight_source import Names
+from .attention_config import read_kv_heads
 from .config_reader import ConfigReader
 from .hybrid_config import (
     mamba2_names,
-    read_kinds,
-    read_kv_heads,
+    read_hybrid_kinds,
     refuse_step_limits,
     separate_experts,
 )
@@ -40,7 +40,7 @@ def read_nemotron_h(config: Mapping[str, Any]) -> ModelSpec:
     pattern = reader.get("hybrid_override_pattern")
     absent = list(PATTERN.values()) if pattern is None else [PATTERN.get(x, x) for x in pattern]
     supported = tuple(PATTERN.values())
-    kinds = read_kinds(reader, supported, ("layers_block_type", "layer_types"), absent)
+    kinds = read_hybrid_kinds(reader, supported, ("layers_block_type", "layer_types"), absent)
     mlp_bias = reader.flag("mlp_bias")
     blocks = {
         "linear_attention": LayerSpec(_read_mamba(reader), None),
