@@ -9,13 +9,19 @@ from ..errors import UnsupportedArchitecture
 from ..spec import ModelSpec
 from ..weight_source import Names
 from .config_reader import text_part
+from .ernie4_5_moe import ernie4_5_moe_names, read_ernie4_5_moe
 from .falcon_h1 import falcon_h1_names, read_falcon_h1
 from .gemma3 import gemma3_names, read_gemma3
+from .glm4_moe import glm4_moe_names, read_glm4_moe
+from .gpt_oss import gpt_oss_names, read_gpt_oss
 from .granite import read_granite
+from .granitemoe import granitemoe_names, read_granitemoe
 from .granitemoehybrid import granitemoehybrid_names, read_granitemoehybrid
 from .lfm2_moe import lfm2_moe_names, read_lfm2_moe
 from .llama import llama_names, read_llama
+from .mixtral import mixtral_names, read_minimax_m2, read_mixtral
 from .nemotron_h import nemotron_h_names, read_nemotron_h
+from .qwen_moe import qwen_moe_names, read_olmoe, read_qwen2_moe, read_qwen3_moe
 from .smollm3 import read_smollm3
 
 
@@ -37,6 +43,15 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": Family(read_smollm3, llama_names),
     "granite": Family(read_granite, llama_names),
     "gemma3_text": Family(read_gemma3, gemma3_names),
+    "mixtral": Family(read_mixtral, mixtral_names),
+    "minimax_m2": Family(read_minimax_m2, mixtral_names),
+    "qwen2_moe": Family(read_qwen2_moe, qwen_moe_names),
+    "qwen3_moe": Family(read_qwen3_moe, qwen_moe_names),
+    "olmoe": Family(read_olmoe, qwen_moe_names),
+    "granitemoe": Family(read_granitemoe, granitemoe_names),
+    "glm4_moe": Family(read_glm4_moe, glm4_moe_names),
+    "gpt_oss": Family(read_gpt_oss, gpt_oss_names),
+    "ernie4_5_moe": Family(read_ernie4_5_moe, ernie4_5_moe_names),
     "falcon_h1": Family(read_falcon_h1, falcon_h1_names),
     "granitemoehybrid": Family(read_granitemoehybrid, granitemoehybrid_names),
     "lfm2_moe": Family(read_lfm2_moe, lfm2_moe_names),
