@@ -165,6 +165,17 @@ def removal(store: AnyDatabase) -> None:
     read_back(store, snapshot("a"))
 
 
+def parents_in_a_circle(store: AnyDatabase) -> None:
+    """Nobody says that digests form a tree; whoever walks up must end."""
+    circle = [snapshot("a", "c"), snapshot("b", "a"), snapshot("c", "b")]
+    for single in circle:
+        store.snapshots.put([single])
+    store.snapshots.put([snapshot("d", "b")])
+    for single in circle:
+        read_back(store, single)
+    assert store.snapshots.remove([digest("b")]) == 4
+
+
 def consistent_readers(store: AnyDatabase) -> None:
     """A reader sees what was there when it began, whatever happens beside it."""
     first = snapshot("a", size_bytes=200_000)
@@ -242,6 +253,20 @@ def one_chain_makes_room(store: AnyDatabase) -> None:
     assert left == chain[: len(left)] and 2 <= len(left) <= FITTING - 3
 
 
+def children_older_than_their_parents(store: AnyDatabase) -> None:
+    """A parent that comes after its child in the order of use goes once, and counts once."""
+    for i in range(FITTING // 2):
+        _fill(store, [f"c{i}"], f"p{i}")
+        _fill(store, [f"p{i}"])
+    large = snapshot("large", size_bytes=9 * SNAPSHOT_BYTES)
+    store.snapshots.put([large])
+    read_back(store, large)
+    assert store.snapshots.size_bytes() <= BUDGET_BYTES
+    labels = [label for i in range(FITTING // 2) for label in (f"c{i}", f"p{i}")]
+    left = present(store, labels)
+    assert left and left == labels[-len(left) :], "they went in another order than they came"
+
+
 def chains_under_construction(store: AnyDatabase) -> None:
     """What a put needs above it is not evicted for it, however old it is."""
     _fill(store, ["root"])
@@ -312,6 +337,7 @@ SNAPSHOT_CHECKS: tuple[Check, ...] = (
     refused_reads,
     refused_puts,
     removal,
+    parents_in_a_circle,
     consistent_readers,
     flushes,
     sizes_shrink,
@@ -323,6 +349,7 @@ BUDGET_CHECKS: tuple[Check, ...] = (
     touched_stay,
     children_go_first,
     one_chain_makes_room,
+    children_older_than_their_parents,
     chains_under_construction,
     pinned_stay,
     nothing_left_to_evict,

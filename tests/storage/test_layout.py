@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from freetoken_storage import Database, keys, values
 from freetoken_storage.audit import EVERYTHING, Limits, PageAudit
 from freetoken_storage.errors import StoreDamaged
 from freetoken_storage.eviction import INDEX_BYTES, footprint
-from freetoken_storage.pages import read_header, read_header_of
+from freetoken_storage.pages import NO_PAGE, read_header, read_header_of
 from freetoken_storage.records import Changes, NewNode, NodeRecord, SegmentRecord, Snapshot
 from freetoken_storage.session_rows import chain
 from freetoken_storage.testing import snapshot
@@ -305,6 +306,72 @@ def test_the_audit_knows_whose_a_page_is(tmp_path: Path) -> None:
     path.write_bytes(good[: leaf + 100])
     with pytest.raises(StoreDamaged, match="the file ends inside a page"):
         PageAudit(path, header, EVERYTHING).run()
+
+
+@pytest.mark.parametrize("name", ["main", "free"])
+def test_the_audit_counts_what_a_tree_holds(name: str, tmp_path: Path) -> None:
+    """Oracle: LMDB's counts are right; each of them, one too high or too low, contradicts."""
+    with lmdb.open(str(tmp_path / "db"), map_size=1 << 30) as env:
+        for i in range(200):
+            with env.begin(write=True) as txn:
+                txn.put(b"%0400d" % i, bytes(5000 * (i % 2)))
+        with env.begin(write=True) as txn:
+            txn.delete(b"%0400d" % 7)
+    path = tmp_path / "db" / "data.mdb"
+    header = read_header(path)
+    tree = getattr(header, name)
+    wrong = [
+        {field: getattr(tree, field) + step}
+        for field in ("branch_pages", "leaf_pages", "overflow_pages", "entries")
+        for step in (1, -1)
+    ]
+    wrong += [{"root": NO_PAGE}, {"entries": 0}, {"depth": 0}, {"depth": tree.depth + 1}]
+    wrong += [{"root": 0}, {"root": header.last_page + 1}]
+    for fields in wrong:
+        altered_header = replace(header, **{name: replace(tree, **fields)})
+        with pytest.raises(StoreDamaged, match=r"data\.mdb"):
+            PageAudit(path, altered_header, EVERYTHING).run()
+    assert PageAudit(path, header, EVERYTHING).run() is True
+
+
+def test_the_audit_knows_the_order_of_keys(tmp_path: Path) -> None:
+    """Oracle: the keys are ascending in every page and lie between the keys of the page above. Two
+    neighbours change places, or a first or last key leaves those bounds."""
+    with lmdb.open(str(tmp_path / "db"), map_size=1 << 30) as env, env.begin(write=True) as txn:
+        for i in range(100):
+            txn.put(b"%0400d" % i, b"")
+    path = tmp_path / "db" / "data.mdb"
+    good = path.read_bytes()
+    header = read_header(path)
+    assert header.main.depth == 2
+
+    def offsets(page: int) -> list[int]:
+        count = (struct.unpack_from("<H", good, page * 4096 + 12)[0] - 16) // 2
+        return list(struct.unpack_from(f"<{count}H", good, page * 4096 + 16))
+
+    def swapped(page: int, index: int) -> bytes:
+        data = bytearray(good)
+        pair = offsets(page)[index : index + 2]
+        struct.pack_into("<2H", data, page * 4096 + 16 + 2 * index, *pair[::-1])
+        return bytes(data)
+
+    def rekeyed(page: int, index: int, first: bytes) -> bytes:
+        at = page * 4096 + offsets(page)[index] + 8
+        return good[:at] + first + good[at + 1 :]
+
+    branch = header.main.root
+    low, _, flags, _ = struct.unpack_from("<4H", good, branch * 4096 + offsets(branch)[3])
+    leaf = low | flags << 32
+    for data, message in (
+        (swapped(leaf, 0), "out of order"),
+        (swapped(leaf, len(offsets(leaf)) - 2), "out of order"),
+        (swapped(branch, 2), "out of order"),
+        (rekeyed(leaf, 0, b"/"), "do not belong below its parent"),
+        (rekeyed(leaf, -1, b"1"), "do not belong below its parent"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(StoreDamaged, match=message):
+            PageAudit(path, header, EVERYTHING).run()
 
 
 @pytest.mark.parametrize("size_bytes", [0, 3000, 4071, 4072, 65_510, 65_511, 69_000, 1 << 20])
