@@ -7,7 +7,6 @@
 It knows no chat, no text and no session.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,10 @@ from weakref import finalize
 
 import torch
 
-from freetoken_storage.errors import StorageError, StoreMismatch
+from freetoken_storage.errors import StorageError
 from freetoken_storage.records import Snapshots
 
+from .attachment import Attachment
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
 from .contention import ThreadGovernor, apart
 from .errors import InvalidAnchors, InvalidConfig, InvalidIds
@@ -27,23 +27,23 @@ from .generation import Generation
 from .memory import MemoryBudget, return_freed_memory
 from .owner import Owner
 from .plan import plan_memory, reserve_rows
-from .reports import EngineStats, ReusePlan, Usage
+from .reports import EngineStats, ReusePlan, Usage, Verification
 from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
-from .state.anchors import check_ids, ranked
+from .state.anchors import check_anchors, check_ids, ranked
 from .state.buffers import Pool, StateLayout
 from .state.digest import Fingerprint, Ids, fingerprint
 from .state.disk import DiskStates
 from .state.keeper import StateKeeper
 from .state.lookup import History, Lookup
 from .state.path_ids import check_path
-from .state.persist import Persister
 from .state.prefix import PrefixIndex
 from .state.reserve import Reserve
 from .state.sequence import Sequence as StateSequence
 from .state.spaces import Spaces
 from .task import Request, Task
+from .verification.run import Run, Tools
 from .weights import LoadedModel, load, open_source
 from .worker import Worker
 
@@ -75,8 +75,6 @@ class Engine:
         self._keeper = StateKeeper(
             self._spaces, self._index, self._lookup, self._history, self._budget
         )
-        self._store_lock = threading.Lock()
-        self._persister: Persister | None = None
         self._governor = ThreadGovernor(config.threads)
         self._runner = Runner(model.decoder, self._governor)
         self._keeper.on_restored = self._runner.rates.restored
@@ -88,6 +86,7 @@ class Engine:
             self._anchor_interval,
         )
         self._owner = Owner(self._worker)
+        self._attachment = Attachment(self._owner, self._keeper, self._lookup, self._history)
         finalize(self, self._owner.end)
         self._owner.call(self._prepare)
 
@@ -124,55 +123,24 @@ class Engine:
         """Keep states in `snapshots` from now on, those in RAM included. StoreMismatch if another
         store is attached."""
         self._owner.check_caller()
-        with self._store_lock:
-            if self._lookup.disk is not None:
-                if self._lookup.disk.snapshots is not snapshots:
-                    raise StoreMismatch(
-                        "the model keeps its states in another store",
-                        remedy="close that store first, or load the model again",
-                    )
-                return
-            self._owner.check_open()
-            hidden = (self._model.spec.hidden_size, torch.float32)
-            disk = DiskStates(snapshots, self.fingerprint, self._pool.layout, hidden)
-            persister = Persister(disk, self._history, self._pool.layout.token_bytes)
-            self._persister = persister
-
-            def start() -> None:
-                self._keeper.writer = persister
-                self._lookup.disk = disk
-                self._keeper.persist_all()
-
-            self._owner.call(start)
+        layout, hidden = self._pool.layout, (self._model.spec.hidden_size, torch.float32)
+        disk = DiskStates(snapshots, self.fingerprint, layout, hidden)
+        self._attachment.take(disk, layout.token_bytes)
 
     def detach(self) -> None:
         """Write what waits and let go of the store. What is in RAM stays there."""
         if self._owner.inherited or self._owner.closed:
             return
         self._owner.check_caller()
-        with self._store_lock:
+        with self._attachment.lock:
             if not self._owner.closed:
-                self._detach()
-
-    def _detach(self) -> None:
-        persister, self._persister = self._persister, None
-        if persister is None:
-            return
-
-        def stop() -> None:
-            self._keeper.persist_all()
-            self._keeper.writer = None
-            self._lookup.disk = None
-
-        self._owner.call(stop)
-        persister.close()
-        self._owner.call(self._keeper.forget_persisted)
+                self._attachment.drop()
 
     def flush(self) -> None:
         """Return when every state captured so far would survive a power loss. Raises what a write
         raised (StoreFull, …); states that could not be written stay in RAM and are tried again by
         the next flush. Without a store there is nothing to do."""
-        persister = self._persister
+        persister = self._attachment.persister
         if persister is not None:
             self._owner.call(self._keeper.persist_all)
             persister.flush()
@@ -193,7 +161,7 @@ class Engine:
         `flush`, and tried again when more of the path is written."""
         checked = [self._check(path) for path in paths]
         self._owner.call(lambda: self._keeper.pin(owner, checked))
-        disk, persister = self._lookup.disk, self._persister
+        disk, persister = self._lookup.disk, self._attachment.persister
         if disk is None or persister is None:
             return
         try:
@@ -295,9 +263,29 @@ class Engine:
         assert task.logits is not None
         return task.logits
 
+    def verify(
+        self,
+        ids: Sequence[int] | Ids,
+        *,
+        positions: Sequence[int] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Verification:
+        """Compare what the store holds of `ids` with a cold pass over them; what is wrong leaves
+        the store, and RAM what may have come from it. `positions`: only these anchors and the rows
+        before them. Other requests go on between two chunks. `on_progress(done, total)` and
+        `cancelled()` are called in the caller's thread. Blocks. BudgetTooSmall, InvalidAnchors."""
+        path = self._check(ids)
+        chosen = None if positions is None else check_anchors(positions, len(path))
+        config, disk = self._config, self._lookup.disk
+        exact = config.dtype == "float32" and config.quant is None
+        tools = Tools(self._model.spec, self._runner, self._keeper, self._index, disk, exact)
+        run = Run(tools, path, chosen, config.prefill_chunk)
+        return run.drive(self._owner, on_progress, cancelled)
+
     def stats(self) -> EngineStats:
         """A picture of the engine, from any thread."""
-        plan, persister = self._budget.plan, self._persister
+        plan, persister = self._budget.plan, self._attachment.persister
         error = persister.last_error if persister is not None else None
         return EngineStats(
             weights_bytes=plan.weights_bytes,
@@ -324,11 +312,11 @@ class Engine:
         if self._owner.inherited or self._owner.closed:
             return
         self._owner.check_caller()
-        with self._store_lock:
+        with self._attachment.lock:
             if self._owner.closed:
                 return
             self._owner.end_requests()
-            self._detach()
+            self._attachment.drop()
             self._owner.call(self._keeper.clear)
             self._owner.close()
 

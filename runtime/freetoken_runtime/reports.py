@@ -72,6 +72,45 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """A stored state that is not what its ids give: a block of rows [start, position) or the anchor
+    at `position`. `cause` is one of
+
+    differs     `buffer`, of `layer` if it is one layer's, differs from a cold pass by `difference`
+                of its range, over the `limit`; of all that differ, the worst
+    damaged     it failed its checksum
+    malformed   it has other buffers than a state of this model
+    """
+
+    kind: Literal["block", "anchor"]
+    start: int
+    position: int
+    cause: str
+    buffer: str | None = None
+    layer: int | None = None
+    difference: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a cold pass says of the stored states of a path. `compared`: the tensors themselves, or,
+    where weights are not fp32, the logits of the ids that follow. `blocks`, `anchors`: how many
+    were; `largest`: the largest difference among those that are right, as a part of its limit;
+    `removed_records`: the wrong ones with what hung on them. Not `complete`: it was cancelled."""
+
+    input_tokens: int
+    compared: Literal["states", "logits"]
+    blocks: int = 0
+    anchors: int = 0
+    findings: tuple[Finding, ...] = ()
+    largest: float = 0.0
+    forwarded_tokens: int = 0
+    removed_records: int = 0
+    complete: bool = True
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A picture of the engine. Bytes are counted per allocation, once."""
 

@@ -58,6 +58,30 @@ class StateRecords:
         if not self.remove(digest):
             self._stuck.add(digest)
 
+    def distrust(self, digest: bytes) -> None:
+        """Stop using a state, and all that hangs on it, whose bytes are as they were written and
+        still wrong. `expel` removes them."""
+        found, pending = {digest}, [digest]
+        while pending:
+            below = set(self.snapshots.children(pending.pop())) - found
+            found |= below
+            pending += below
+        with self._lock:
+            self._damaged |= found
+        self._stuck |= found
+
+    def expel(self) -> int:
+        """Remove what must not be used; returns how many states went. What cannot be removed now
+        stays unused."""
+        doomed = list(self._stuck)
+        try:
+            removed = self.snapshots.remove(doomed)
+        except StorageError as error:
+            _log.warning("wrong states could not be removed: %s", error)
+            return 0
+        self._stuck -= set(doomed)
+        return removed
+
     def remove(self, digest: bytes) -> bool:
         """Remove a state and what hangs on it. False where that cannot be done now."""
         try:
