@@ -527,6 +527,22 @@ def test_damaged_records_do_not_stop_eviction(tmp_path: Path) -> None:
         assert sum(store.sizes().values()) <= budget_bytes
 
 
+def test_a_damaged_record_that_was_written_anew_counts_as_new(tmp_path: Path) -> None:
+    """Oracle: the order of the puts: its old place in the order of use is no longer its own."""
+    path, budget_bytes = tmp_path / "store", 8 << 20
+    labels = [f"n{i}" for i in range(6)]
+    with Database(path, disk_budget_bytes=budget_bytes) as store:
+        for label in labels:
+            store.snapshots.put([snapshot(label, size_bytes=1 << 20)])
+    edit(path, "states", lambda txn: txn.put(keys.record(digest("n0")), b"garbage"))
+    with Database(path, disk_budget_bytes=budget_bytes) as store:
+        store.snapshots.put([snapshot("n0", size_bytes=1 << 20)])
+        store.snapshots.put([snapshot("new", size_bytes=1 << 20)])
+        left = present(store, labels)
+        assert left[0] == "n0" and left[1:] == labels[-len(left) + 1 :] and len(left) < 6
+        read_back(store, snapshot("n0", size_bytes=1 << 20))
+
+
 @pytest.mark.parametrize("kind", ["sessions", "states"])
 def test_newer_format(kind: str, store_path: Path) -> None:
     """Oracle: the version in the message; nothing is touched, not even disposable states."""
