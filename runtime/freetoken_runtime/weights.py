@@ -25,7 +25,7 @@ from .kernels.integers import (
     stack_int4,
     stack_int8,
 )
-from .layers import attention, gated_delta, kda, mamba, mlp, moe, parallel, short_conv
+from .layers import attention, gated_delta, kda, mamba, mla, mlp, moe, parallel, short_conv
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from .layers.linear import DenseLinear, IntegerLinear, Linear
 from .layers.norm import RmsNorm
@@ -33,7 +33,7 @@ from .layers.parts import FeedForward, Mixer, Parts
 from .models.decoder import Decoder, DecoderParts, FeedForwardBlock, Layer, MixerBlock
 from .safetensors_weights import SafetensorsFolder
 from .spec import LayerSpec, ModelSpec
-from .specs.attention import AttentionSpec
+from .specs.attention import AttentionSpec, MlaSpec
 from .specs.convolution import ShortConvSpec
 from .specs.gated_delta import GatedDeltaSpec, KdaSpec
 from .specs.mamba import Mamba2Spec
@@ -49,6 +49,7 @@ Quant = Literal["int8", "int4"]
 # What builds a layer, by the type of its spec.
 _MIXERS: Mapping[type, Callable[[Any, Parts], Mixer]] = {
     AttentionSpec: attention.build,
+    MlaSpec: mla.build,
     GatedDeltaSpec: gated_delta.build,
     KdaSpec: kda.build,
     Mamba2Spec: mamba.build,

@@ -16,27 +16,69 @@ from freetoken_runtime.testing import FAMILY_CONFIGS, build_checkpoint, family_c
 from freetoken_runtime.weights import load, open_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # tiny matrices: a team only costs
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.1,
+}
+# Other settings of a family, for what its small model does not reach.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2 windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 23, "max_window_layers": 2},
+    ),
+    "smollm3 windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 23}),
+    "granite biases, tied": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "gemma3_text biases, untied, no cap": (
+        "gemma3_text",
+        {
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "deepseek_v2 one group, direct queries": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True},
+    ),
+    "deepseek_v3 yarn, halves": (
+        "deepseek_v3",
+        {"rope_parameters": YARN, "rope_interleave": False},
+    ),
+}
 TOLERANCE = 1e-4  # of the logits' range; seen: 3e-6
 
 
 @dataclass(frozen=True)
 class Built:
-    name: str
+    family: str
+    settings: dict[str, Any]
     folder: Path
     decoder: Decoder
     oracle: Oracle
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=[*sorted(FAMILIES), *VARIANTS])
 def built(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Built]:
     """A random model of the family, loaded, and transformers' answers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp(request.param)
-    model = build_checkpoint(folder, request.param)
-    yield Built(request.param, folder, load(folder).decoder, Oracle(model, 211))
+    family, settings = VARIANTS.get(request.param, (request.param, {}))
+    folder = tmp_path_factory.mktemp("family")
+    model = build_checkpoint(folder, family, **settings)
+    yield Built(family, settings, folder, load(folder).decoder, Oracle(model, 211))
     torch.set_num_threads(before)
 
 
@@ -96,4 +138,7 @@ def test_other_forms_compute_the_same_in_chunks(built: Built, forms: dict[str, A
 
 def test_the_spec_is_that_of_the_saved_folder(built: Built) -> None:
     """Oracle: transformers' own configuration object, all of its keys."""
-    assert read_spec(family_config(built.name).to_dict()) == open_source(built.folder).spec
+    assert (
+        read_spec(family_config(built.family, **built.settings).to_dict())
+        == open_source(built.folder).spec
+    )

@@ -9,6 +9,7 @@ from ..errors import UnsupportedArchitecture
 from ..spec import ModelSpec
 from ..weight_source import Names
 from .config_reader import text_part
+from .deepseek import deepseek_names, read_deepseek_v2, read_deepseek_v3
 from .ernie4_5_moe import ernie4_5_moe_names, read_ernie4_5_moe
 from .falcon_h1 import falcon_h1_names, read_falcon_h1
 from .gemma3 import gemma3_names, read_gemma3
@@ -43,6 +44,8 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": Family(read_smollm3, llama_names),
     "granite": Family(read_granite, llama_names),
     "gemma3_text": Family(read_gemma3, gemma3_names),
+    "deepseek_v2": Family(read_deepseek_v2, deepseek_names),
+    "deepseek_v3": Family(read_deepseek_v3, deepseek_names),
     "mixtral": Family(read_mixtral, mixtral_names),
     "minimax_m2": Family(read_minimax_m2, mixtral_names),
     "qwen2_moe": Family(read_qwen2_moe, qwen_moe_names),

@@ -65,6 +65,8 @@ def rope_of(
         dim = int(dim * reader.number("partial_rotary_factor", known.partial))
     inside = reader.whole("original_max_position_embeddings", context_limit)
     scaling = _read_scaling(reader, inside if original is None else original)
+    for key in ("mrope_section", "mrope_interleaved"):
+        reader.get(key)  # of time, height and width of images: in text all three are one position
     reader.finish()
     return RopeSpec(dim, theta, scaling)
 

@@ -72,3 +72,59 @@ class AttentionSpec:
     def state(self) -> StateSpec:
         row = (self.num_kv_heads, self.head_dim)
         return StateSpec(rows=(BufferSpec("k", row), BufferSpec("v", row)))
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads
+    follow from one latent row, which is all that is kept, with the one key that turns.
+
+    `q_rank`: queries come from a latent row too, None if not. `rope`: None where nothing turns, and
+    the `rope_dim` dimensions are keys that all heads share. `scaling`: of the scores,
+    (nope_dim + rope_dim) ** -0.5 if None. `bias`: of what makes latent rows, and of `o`.
+    `latent_eps`: of the latent rows' norms. `pairs`: the checkpoint's rope turns neighbours.
+    """
+
+    num_heads: int
+    kv_rank: int
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeSpec | None
+    scaling: float | None = None
+    bias: bool = False
+    latent_eps: float = 1e-6
+    pairs: bool = False
+
+    @property
+    def scale(self) -> float:
+        width = self.nope_dim + self.rope_dim
+        return float(width**-0.5) if self.scaling is None else self.scaling
+
+    def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """The mixer's weights by name, matrices as [out, in]. Queries are split into the part
+        that meets the latent row and the part that turns; `k_up` and `v_up` take a latent row to
+        keys and values."""
+        heads, values = self.num_heads, self.num_heads * self.value_dim
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.q_rank is not None:
+            shapes |= {"q_down": (self.q_rank, hidden_size), "q_down_norm": (self.q_rank,)}
+        q_inputs = hidden_size if self.q_rank is None else self.q_rank
+        shapes |= {
+            "q_nope": (heads * self.nope_dim, q_inputs),
+            "q_rope": (heads * self.rope_dim, q_inputs),
+            "latent": (self.kv_rank, hidden_size),
+            "k_rope": (self.rope_dim, hidden_size),
+            "latent_norm": (self.kv_rank,),
+            "k_up": (heads * self.nope_dim, self.kv_rank),
+            "v_up": (values, self.kv_rank),
+            "o": (hidden_size, values),
+        }
+        if self.bias:
+            biased = {"q_down", "latent", "k_rope", "o"} & shapes.keys()
+            shapes |= {f"{part}.bias": shapes[part][:1] for part in sorted(biased)}
+        return shapes
+
+    def state(self) -> StateSpec:
+        return StateSpec(rows=(BufferSpec("latent", (1, self.kv_rank + self.rope_dim)),))
