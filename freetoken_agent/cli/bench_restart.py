@@ -101,7 +101,8 @@ def restarted(folder: str, settings: str) -> None:
         session = store.open(SESSION, model)
         open_s = time.perf_counter() - started
         plan = session.plan()
-        ttft_s, prefilled = asyncio.run(first_token(session))
+        ttft_s, reply = asyncio.run(first_token(session))
+    prefilled = reply.usage.prefill_tokens
     seen = Restarted(
         reused_tokens=plan.input_tokens - prefilled,
         prefill_tokens=prefilled,

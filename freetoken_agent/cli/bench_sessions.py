@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from freetoken_runtime.bench.timing import Figure, OnTurn, Target, percentile
 
 if TYPE_CHECKING:
-    from freetoken_agent import LocalModel, Session, Store
+    from freetoken_agent import LocalModel, Reply, Session, Store
     from freetoken_runtime.config import Quant
 
 ADDED_MS = Target("at_most", 10.0)
@@ -70,9 +70,9 @@ def words(rng: random.Random, count: int = 80) -> str:
     return " ".join(rng.choice(_WORDS.split()) for _ in range(count))
 
 
-async def first_token(session: "Session") -> tuple[float, int]:
-    """Seconds from the call of generate to its first token, and the rows it prefilled. What comes
-    after the token, the answer's own commit, is not in it."""
+async def first_token(session: "Session") -> tuple[float, "Reply"]:
+    """Seconds from the call of generate to its first token, and the reply. What comes after the
+    token, the answer's own commit, is not in the time."""
     from freetoken_agent import PlanReady, PrefillProgress
 
     before = (PlanReady, PrefillProgress)
@@ -83,7 +83,7 @@ async def first_token(session: "Session") -> tuple[float, int]:
             if first_s is None and not isinstance(event, before):
                 first_s = time.perf_counter() - started
         assert first_s is not None
-        return first_s, generation.reply.usage.prefill_tokens
+        return first_s, generation.reply
 
 
 def measure_edit(
@@ -121,21 +121,22 @@ class MeasuredEdit:
 
 
 def _one_edit(session: "Session", model: "LocalModel", fraction: float, seed: int) -> MeasuredEdit:
-    path = session.path()
+    path, ids = session.path(), session.ids()
     target = path[int(fraction * len(path))]
     before = model.stats()
     started = time.perf_counter()
     edit = session.replace(target, words(random.Random(f"{fraction} {seed}")))
     edit_s = time.perf_counter() - started
-    answer_s, prefilled = asyncio.run(first_token(session))
+    answer_s, reply = asyncio.run(first_token(session))
     after = model.stats()
-    session.undo(2)
+    session.undo(2 if reply.segments else 1)  # a first token of blanks alone is no step
+    assert session.ids() == ids, "the next edit is of the same conversation"
     assert edit.plan.anchor is not None
     expected = edit.plan.input_tokens - edit.plan.anchor
     forwarded = after.forward_rows - before.forward_rows
     return MeasuredEdit(
         forwarded=forwarded,
-        beside_plan=abs(forwarded - expected) + abs(prefilled - expected),
+        beside_plan=abs(forwarded - expected) + abs(reply.usage.prefill_tokens - expected),
         edit_s=edit_s,
         added_s=edit_s + answer_s - (after.forward_s - before.forward_s),
     )
