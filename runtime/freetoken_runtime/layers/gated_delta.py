@@ -8,7 +8,7 @@ import torch
 from ..batch import Batch
 from ..kernels.activations import sigmoid, silu, softplus
 from ..kernels.causal_conv.cpu import convolve
-from ..kernels.gated_delta import cpu as gated_delta
+from ..kernels.gated_delta import dispatch as gated_delta
 from ..specs.gated_delta import GatedDeltaSpec
 from .linear import DenseLinear, Linear
 from .norm import RmsNorm
