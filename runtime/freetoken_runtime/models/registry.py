@@ -22,6 +22,8 @@ from .lfm2_moe import lfm2_moe_names, read_lfm2_moe
 from .llama import llama_names, read_llama
 from .mixtral import mixtral_names, read_minimax_m2, read_mixtral
 from .nemotron_h import nemotron_h_names, read_nemotron_h
+from .qwen3_5 import qwen3_5_names, read_qwen3_5
+from .qwen3_next import qwen3_next_names, read_qwen3_next
 from .qwen_moe import qwen_moe_names, read_olmoe, read_qwen2_moe, read_qwen3_moe
 from .smollm3 import read_smollm3
 
@@ -59,6 +61,9 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": Family(read_granitemoehybrid, granitemoehybrid_names),
     "lfm2_moe": Family(read_lfm2_moe, lfm2_moe_names),
     "nemotron_h": Family(read_nemotron_h, nemotron_h_names),
+    "qwen3_next": Family(read_qwen3_next, qwen3_next_names),
+    "qwen3_5_text": Family(read_qwen3_5, qwen3_5_names),
+    "qwen3_5_moe_text": Family(read_qwen3_5, qwen3_5_names),
 }
 
 
