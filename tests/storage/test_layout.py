@@ -327,6 +327,8 @@ def test_the_audit_counts_what_a_tree_holds(name: str, tmp_path: Path) -> None:
     ]
     wrong += [{"root": NO_PAGE}, {"entries": 0}, {"depth": 0}, {"depth": tree.depth + 1}]
     wrong += [{"root": 0}, {"root": header.last_page + 1}]
+    nothing = ("depth", "branch_pages", "leaf_pages", "overflow_pages", "entries")
+    wrong += [dict.fromkeys(nothing, 0)]  # a root with nothing in it
     for fields in wrong:
         altered_header = replace(header, **{name: replace(tree, **fields)})
         with pytest.raises(StoreDamaged, match=r"data\.mdb"):
@@ -382,6 +384,7 @@ def test_a_snapshot_occupies_what_its_footprint_says(size_bytes: int, tmp_path: 
         before = store.snapshots.size_bytes()
         store.snapshots.put([snapshot(f"n{i}", size_bytes=size_bytes) for i in range(count)])
         growth_bytes = store.snapshots.size_bytes() - before
+    assert footprint(3 * values.PAYLOAD_BYTES) == 3 * 65_536 + INDEX_BYTES
     assert growth_bytes <= count * footprint(size_bytes)
     inline_bytes = 4096  # a short rest lies in a page with others
     assert growth_bytes >= count * (footprint(size_bytes) - INDEX_BYTES - inline_bytes)
