@@ -55,6 +55,7 @@ def test_unknown_keys_are_refused(family: str) -> None:
         ("granitemoehybrid", "time_step_limit", [0.5, 0.1]),
         ("granitemoehybrid", "time_step_limit", [0.5]),
         ("granitemoehybrid", "time_step_limit", "none"),
+        ("granitemoehybrid", "time_step_limit", [0.0, {"__float__": "NaN"}]),
         ("nemotron_h", "mlp_hidden_act", "silu"),
         ("nemotron_h", "attention_bias", True),
         ("nemotron_h", "mamba_proj_bias", True),

@@ -218,10 +218,17 @@ def test_a_state_that_is_read_is_not_changed(pair: Pair) -> None:
 
 
 def test_a_row_sees_its_own_sequence_only(pair: Pair) -> None:
-    """Oracle: each sequence alone, bit for bit; a neighbour full of NaN reaches nobody."""
+    """Oracle: each sequence alone, bit for bit, from a state of its own that is not zero; a
+    neighbour full of NaN reaches nobody."""
     lengths = (33, 1, 70, 5)
-    alone = [run(pair, [(pair.new_state(), rows(n, n))])[0] for n in lengths]
-    parts = [(pair.new_state(), rows(n, n)) for n in lengths]
+
+    def populated(seed: int) -> ListState:
+        state = pair.new_state()
+        run(pair, [(state, rows(20, 100 + seed))])
+        return state
+
+    alone = [run(pair, [(populated(n), rows(n, n))])[0] for n in lengths]
+    parts = [(populated(n), rows(n, n)) for n in lengths]
     sick = (pair.new_state(), torch.full((9, HIDDEN), float("nan")))
     together = run(pair, [*parts[:2], sick, *parts[2:]])
     del together[2]
