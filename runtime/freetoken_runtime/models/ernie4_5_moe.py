@@ -13,7 +13,7 @@ from ..weight_source import Names
 from .attention_config import read_head_dim, read_kv_heads
 from .config_reader import ConfigReader
 from .llama import LLAMA_NAMES
-from .moe_config import model_of, read_count, read_first, usual_expert_names
+from .moe_config import model_of, read_count, read_first, read_shared, usual_expert_names
 from .rope_config import read_rope
 from .weight_names import Naming, checkpoint_names, either, paired, reshaped
 
@@ -24,17 +24,15 @@ def read_ernie4_5_moe(config: Mapping[str, Any]) -> ModelSpec:
     reader.require("hidden_act", "silu", "swish")
     heads = reader.whole("num_attention_heads")
     head_dim = read_head_dim(reader, heads)
-    bias = reader.flag("use_bias")
+    reader.require("use_bias", False)  # it would give the head one too
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=read_kv_heads(reader, heads, absent=4),
         head_dim=head_dim,
         rope=read_rope(reader, head_dim, context, theta=5e5),
-        qkv_bias=bias,
-        output_bias=bias,
     )
-    mixture = _read_mixture(reader, bias)
-    dense = MlpSpec(reader.whole("intermediate_size", 12_288), bias)
+    mixture = _read_mixture(reader)
+    dense = MlpSpec(reader.whole("intermediate_size", 12_288))
     num_layers = reader.whole("num_hidden_layers", maximum=MAX_LAYERS)
     layers = [
         LayerSpec(attention, mixture if sparse else dense)
@@ -43,13 +41,13 @@ def read_ernie4_5_moe(config: Mapping[str, Any]) -> ModelSpec:
     return model_of(reader, layers, context=context, eps=1e-5, tied=True)
 
 
-def _read_mixture(reader: ConfigReader, bias: bool) -> MoeSpec:
+def _read_mixture(reader: ConfigReader) -> MoeSpec:
     reader.require("moe_gate", "topk")
     reader.require("moe_use_aux_free", True)
     for key in ("moe_capacity", "num_nextn_predict_layers"):  # of training
         reader.get(key)
     inner = reader.whole("moe_intermediate_size", 1536)
-    shared = read_count(reader, "moe_num_shared_experts", 2)
+    shared = read_shared(reader, "moe_num_shared_experts", 2, inner)
     router = RouterSpec(
         num_experts=read_first(reader, ("moe_num_experts", "num_experts"), 64),
         top_k=read_first(reader, ("moe_k", "num_experts_per_tok"), 6),
@@ -58,7 +56,7 @@ def _read_mixture(reader: ConfigReader, bias: bool) -> MoeSpec:
         correction=True,
         sum_minimum=reader.number("moe_norm_min", 1e-12),
     )
-    return MoeSpec(router, ExpertSpec(inner), MlpSpec(shared * inner, bias) if shared else None)
+    return MoeSpec(router, ExpertSpec(inner), shared)
 
 
 def _read_sparse_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
@@ -87,7 +85,6 @@ def ernie4_5_moe_names(spec: ModelSpec) -> Names:
     assert isinstance(mixer, AttentionSpec)
     for part, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads)):
         names[part] = paired(f"self_attn.{part}_proj.weight", heads)
-        names[f"{part}.bias"] = paired(f"self_attn.{part}_proj.bias", heads)
     for layer in spec.layers:
         if isinstance(layer.feed_forward, MoeSpec):
             count = layer.feed_forward.router.num_experts

@@ -52,14 +52,9 @@ def read_granitemoe(config: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, embedding_multiplier=embedding, logit_multiplier=logits)
 
 
-_NAMES: Mapping[str, str | Naming] = {
-    **LLAMA_NAMES,
-    "router": either(f"{_BLOCK}.router.layer", f"{_BLOCK}.router"),
-}
-
-
-def granitemoe_names(spec: ModelSpec) -> Names:
-    """Experts are fused in every checkpoint, under two pairs of names."""
+def granite_mixture_names(spec: ModelSpec) -> dict[str, str | Naming]:
+    """Table entries of router and experts, which are fused in every checkpoint, under two pairs of
+    names."""
     older = expert_names(
         spec,
         gate=half_of(f"{_BLOCK}.input_linear.weight", 0),
@@ -72,5 +67,11 @@ def granitemoe_names(spec: ModelSpec) -> Names:
         up=half_of(f"{_BLOCK}.experts.gate_up_proj", 1),
         down=one_of_all(f"{_BLOCK}.experts.down_proj"),
     )
-    experts = {part: either(naming, newer[part]) for part, naming in older.items()}
-    return checkpoint_names(spec, {**_NAMES, **experts})
+    router = either(f"{_BLOCK}.router.layer", f"{_BLOCK}.router")
+    return {"router": router} | {
+        part: either(naming, newer[part]) for part, naming in older.items()
+    }
+
+
+def granitemoe_names(spec: ModelSpec) -> Names:
+    return checkpoint_names(spec, {**LLAMA_NAMES, **granite_mixture_names(spec)})
