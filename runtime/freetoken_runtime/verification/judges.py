@@ -84,11 +84,13 @@ class StateJudge:
 @dataclass(frozen=True)
 class LogitsJudge:
     """By the logits of the ids that follow. `stored`: the path's rows as the store has them, cold
-    ones where it has none or wrong ones; empty at first, grows with the passes."""
+    ones where it has none or wrong ones; empty at first, grows with the passes. `routed`: see
+    `of_logits`."""
 
     reader: RecordReader
     follower: Follower
     stored: Sequence
+    routed: bool
 
     def verdicts(
         self, cold: ColdPass, due: SequenceOf[StoredRecord]
@@ -112,6 +114,8 @@ class LogitsJudge:
         chosen = covering(blocks)
         end = cold.sequence.length
         unread = self._load(self.stored, cold, cold.start, chosen)
+        if not chosen:
+            return
         together = self._compare(cold, end, cold.anchors[end])
         verdicts: dict[StoredRecord, Verdict] = {**unread}
         for record in blocks:
@@ -147,7 +151,8 @@ class LogitsJudge:
         """What differs most in the logits after a state from after the cold one."""
         ours = self.follower.logits(rows or self.stored, anchor, position)
         theirs = self.follower.logits(cold.sequence, cold.anchors[position], position)
-        return max(of_logits(ours, theirs), key=lambda difference: difference.excess)
+        found = of_logits(ours, theirs, routed=self.routed)
+        return max(found, key=lambda difference: difference.excess)
 
     def _load(
         self, target: Sequence, cold: ColdPass, start: int, blocks: Mapping[int, StoredRecord]

@@ -7,6 +7,7 @@ which begins with these ids: the full blocks, the short ones beside them, and al
 
 import logging
 from collections.abc import Sequence as SequenceOf
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,7 @@ from ..state.stored_form import (
     BLOCK_KIND,
     Staging,
     anchor_buffers,
+    concerns,
     ids_of,
     memory_of,
 )
@@ -79,6 +81,25 @@ def _record(
         stop = start + len(anchor)
         return StoredRecord("anchor", digest, start, stop, stop)
     return None
+
+
+def beyond(disk: DiskStates, ids: Ids, start: int, judged: Set[bytes]) -> list[bytes]:
+    """What a store holds of any path that begins with ids[: start + 1], from row `start` on, but
+    for records that were judged; what hangs on those found is left out, too."""
+    names = disk.boundaries(ids)
+    first = start // BLOCK
+    found = []
+    for index in range(first, len(names)):
+        children = [d for d in disk.snapshots.children(names[index]) if d not in judged]
+        with disk.snapshots.reader() as reader:
+            for digest in children:
+                info = disk.records.info(reader, digest)
+                begins = first * BLOCK
+                wanted = ids[begins : start + 1]
+                if info is None or (index == first and not concerns(info.meta, wanted, begins)):
+                    continue
+                found.append(digest)
+    return found
 
 
 class RecordReader:

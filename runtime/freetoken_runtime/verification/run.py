@@ -19,6 +19,7 @@ from ..owner import Owner
 from ..reports import Finding, Verification
 from ..runner import Runner, Work
 from ..spec import ModelSpec
+from ..specs.moe import MoeSpec
 from ..state.anchors import Anchor
 from ..state.buffers import StateLayout
 from ..state.digest import BLOCK, Ids
@@ -28,7 +29,7 @@ from ..state.prefix import PrefixIndex, Resident, shared_rows
 from ..state.sequence import Sequence
 from .follower import FOLLOWING, Follower
 from .judges import ColdPass, Judge, LogitsJudge, StateJudge, Verdict, is_wrong
-from .records import RecordReader, StoredRecord, records_of
+from .records import RecordReader, StoredRecord, beyond, records_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Run:
         self._forwarded = 0
         self._removed = 0
         self._complete = False
+        self._judged: set[bytes] = set()
+        self._wrong_from: int | None = None  # the first row that may have come from a wrong record
         self._private: list[Resident] = []  # sequences that nobody else sees
 
     def drive(
@@ -101,7 +104,9 @@ class Run:
 
     def _steps(self) -> Generator[tuple[int, int]]:
         """Between two of them other requests go on. Yields rows done and rows in all."""
-        disk = self._tools.disk
+        disk, writer = self._tools.disk, self._tools.keeper.writer
+        if writer is not None:
+            writer.drain()  # what waits may be a copy of what is wrong
         stored = [] if disk is None else records_of(disk, self._ids)
         records = [record for record in stored if self._is_chosen(record)]
         if disk is not None and records:
@@ -110,8 +115,7 @@ class Run:
             finally:
                 for resident in self._private:
                     resident.sequence.close()
-                if self._findings:
-                    self._removed = disk.records.expel()
+                self._expel(disk)
         self._complete = True
 
     def _compare(self, disk: DiskStates, records: list[StoredRecord]) -> Iterator[tuple[int, int]]:
@@ -163,18 +167,37 @@ class Run:
         if tools.exact:
             return StateJudge(reader, tools.spec.states())
         follower = Follower(tools.runner, self._ids, tools.spec.context_limit)
-        return LogitsJudge(reader, follower, self._sequence(total + 2 * FOLLOWING))
+        routed = any(isinstance(layer.feed_forward, MoeSpec) for layer in tools.spec.layers)
+        stored = self._sequence(total + 2 * FOLLOWING)
+        return LogitsJudge(reader, follower, stored, routed)
 
     def _take(self, disk: DiskStates, record: StoredRecord, verdict: Verdict) -> None:
         if verdict == "gone":
             return
         self._counts[record.kind] += 1
+        if record.stop == record.end:
+            self._judged.add(record.digest)
         if is_wrong(verdict):
             self._findings.append(_finding(record, verdict))
             disk.records.distrust(record.digest)
-            self._forget(record.start if record.kind == "block" else record.stop - 1)
+            start = record.start if record.kind == "block" else record.stop - 1
+            self._forget(start)
+            if record.kind == "block" or self._layout.fixed_bytes:
+                self._wrong_from = (
+                    start if self._wrong_from is None else min(start, self._wrong_from)
+                )
         elif not isinstance(verdict, str):
             self._largest = max(self._largest, verdict.excess)
+
+    def _expel(self, disk: DiskStates) -> None:
+        """Remove what is wrong and, of what was not compared, all that goes on from there: it may
+        have been computed from it."""
+        if not self._findings:
+            return
+        if self._wrong_from is not None:
+            for digest in beyond(disk, self._ids, self._wrong_from, self._judged):
+                disk.records.distrust(digest)
+        self._removed = disk.records.expel()
 
     def _forget(self, start: int) -> None:
         """Let go of what RAM holds of the path from row `start` on: it may have come from the wrong
