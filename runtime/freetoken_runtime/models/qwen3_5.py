@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..spec import MAX_LAYERS, ModelSpec
-from ..specs.gated_delta import GatedDeltaSpec
 from ..specs.mlp import MlpSpec
 from ..weight_source import Names
 from .config_reader import ConfigReader
-from .qwen3_next import hybrid_names, read_hybrid, read_mixture
+from .delta_config import delta_of, hybrid_names, read_hybrid, read_mixture
 from .weight_names import Naming, part_of
 
 # The vision tower and multi-token prediction are no part of the text model.
@@ -41,7 +40,7 @@ def read_qwen3_5(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def qwen3_5_names(spec: ModelSpec) -> Names:
-    delta = next((x.mixer for x in spec.layers if isinstance(x.mixer, GatedDeltaSpec)), None)
+    delta = delta_of(spec)
     if delta is None:
         return hybrid_names(spec, {})
     key, channels = delta.key_width, delta.channels

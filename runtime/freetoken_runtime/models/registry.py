@@ -18,6 +18,7 @@ from .gpt_oss import gpt_oss_names, read_gpt_oss
 from .granite import read_granite
 from .granitemoe import granitemoe_names, read_granitemoe
 from .granitemoehybrid import granitemoehybrid_names, read_granitemoehybrid
+from .kimi_linear import kimi_linear_names, read_kimi_linear
 from .lfm2_moe import lfm2_moe_names, read_lfm2_moe
 from .llama import llama_names, read_llama
 from .mixtral import mixtral_names, read_minimax_m2, read_mixtral
@@ -64,6 +65,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": Family(read_qwen3_next, qwen3_next_names),
     "qwen3_5_text": Family(read_qwen3_5, qwen3_5_names),
     "qwen3_5_moe_text": Family(read_qwen3_5, qwen3_5_names),
+    "kimi_linear": Family(read_kimi_linear, kimi_linear_names),
 }
 
 
