@@ -12,6 +12,7 @@ import torch
 from freetoken_runtime.models.decoder import Decoder
 from freetoken_runtime.models.registry import FAMILIES, read_spec
 from freetoken_runtime.oracle import MODES, Oracle, distance, forward, in_passes, new_state
+from freetoken_runtime.specs.moe import MoeSpec
 from freetoken_runtime.testing import FAMILY_CONFIGS, build_checkpoint, family_config
 from freetoken_runtime.weights import load, open_source
 
@@ -128,12 +129,16 @@ def test_a_neighbour_changes_no_bit(built: Built) -> None:
 
 @pytest.mark.parametrize("forms", [{"dtype": "bfloat16"}, {"quant": "int8"}, {"quant": "int4"}])
 def test_other_forms_compute_the_same_in_chunks(built: Built, forms: dict[str, Any]) -> None:
-    """Oracle: the same weights in one prefill, teacher-forced: mean 1e-2 of the range."""
+    """Oracle: the same weights in one prefill, teacher-forced: mean 1e-2 of the range. A router of
+    12 experts turns to another one when its input is rounded (seen: 3e-2), which is far from what
+    a wrong weight does (unrelated logits: 0.2)."""
     decoder = load(built.folder, **forms).decoder
+    mixture = any(isinstance(layer.feed_forward, MoeSpec) for layer in decoder.spec.layers)
     ids = built.oracle.path[:80]
     whole = in_passes(decoder, new_state(decoder), ids, [80])
     chunks = in_passes(decoder, new_state(decoder), ids, [33, 1, 7])
-    assert float((chunks - whole).abs().mean() / (whole.max() - whole.min())) < 1e-2
+    mean = float((chunks - whole).abs().mean() / (whole.max() - whole.min()))
+    assert mean < (8e-2 if mixture else 1e-2)
 
 
 def test_the_spec_is_that_of_the_saved_folder(built: Built) -> None:
