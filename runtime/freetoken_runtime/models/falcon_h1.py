@@ -17,6 +17,7 @@ from ..weight_source import Names
 from .attention_config import read_head_dim, read_kv_heads
 from .config_reader import ConfigReader
 from .hybrid_config import mamba2_names, read_mamba2, read_numbers
+from .llama import LLAMA_NAMES
 from .rope_config import read_rope
 from .weight_names import Naming, checkpoint_names
 
@@ -102,15 +103,9 @@ def _read_mamba(reader: ConfigReader) -> Mamba2Spec:
 
 
 _NAMES: Mapping[str, str | Naming] = {
-    "embedding": "model.embed_tokens",
+    **LLAMA_NAMES,
     "norm": "model.final_layernorm",
-    "head": "lm_head",
-    "mixer_norm": "input_layernorm",
     "feed_forward_norm": "pre_ff_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
     **mamba2_names("mamba", at="mamba."),
     "gate": "feed_forward.gate_proj",
     "up": "feed_forward.up_proj",

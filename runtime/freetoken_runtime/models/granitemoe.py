@@ -67,10 +67,10 @@ def granite_mixture_names(spec: ModelSpec) -> dict[str, str | Naming]:
         up=half_of(f"{_BLOCK}.experts.gate_up_proj", 1),
         down=one_of_all(f"{_BLOCK}.experts.down_proj"),
     )
-    router = either(f"{_BLOCK}.router.layer", f"{_BLOCK}.router")
-    return {"router": router} | {
-        part: either(naming, newer[part]) for part, naming in older.items()
+    table: dict[str, str | Naming] = {
+        "router": either(f"{_BLOCK}.router.layer", f"{_BLOCK}.router")
     }
+    return table | {part: either(naming, newer[part]) for part, naming in older.items()}
 
 
 def granitemoe_names(spec: ModelSpec) -> Names:

@@ -11,15 +11,13 @@ from ..spec import MAX_LAYERS, LayerSpec, MixerSpec, ModelSpec
 from ..specs.attention import AttentionSpec
 from ..specs.mlp import MlpSpec
 from ..specs.moe import ExpertSpec, MoeSpec, RouterSpec
-from ..weight_source import Names, Shape, Stored, Ways
+from ..weight_source import Names
 from .attention_config import read_head_dim, read_kv_heads
 from .config_reader import ConfigReader
-from .hybrid_config import (
-    mamba2_names,
-    read_count,
-    read_hybrid_kinds,
-    read_mamba2,
-)
+from .granitemoe import granite_mixture_names
+from .hybrid_config import mamba2_names, read_hybrid_kinds, read_mamba2
+from .llama import LLAMA_NAMES
+from .moe_config import read_count, skip_router_training
 from .rope_config import read_rope
 from .weight_names import Naming, checkpoint_names, part_of
 
@@ -30,8 +28,8 @@ def read_granitemoehybrid(config: Mapping[str, Any]) -> ModelSpec:
     reader = ConfigReader(config)
     reader.require("hidden_act", "silu", "swish")
     reader.require("normalization_function", "rmsnorm")
-    for key in ("output_router_logits", "router_aux_loss_coef", "init_method"):  # of training
-        reader.get(key)
+    reader.get("init_method")
+    skip_router_training(reader)
     hidden = reader.whole("hidden_size")
     context = reader.whole("max_position_embeddings", 2048)
     absent = ["mamba"] * reader.whole("num_hidden_layers", 32, maximum=MAX_LAYERS)
@@ -89,49 +87,20 @@ def _read_feed_forward(reader: ConfigReader) -> MlpSpec | MoeSpec:
     return MoeSpec(router, ExpertSpec(inner), shared)
 
 
-_NAMES: Mapping[str, str | Naming] = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "mixer_norm": "input_layernorm",
-    "feed_forward_norm": "post_attention_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    **mamba2_names("mamba"),
-}
+_NAMES: Mapping[str, str | Naming] = {**LLAMA_NAMES, **mamba2_names("mamba")}
 
 
 def granitemoehybrid_names(spec: ModelSpec) -> Names:
-    """Matrices of experts are stored as one tensor, gate and up of the shared MLP as another."""
-    feed_forward, hidden = spec.layers[0].feed_forward, spec.hidden_size
-    table = dict(_NAMES)
-    at, shared = "", feed_forward
+    """Gate and up of the shared MLP are one tensor."""
+    feed_forward, at = spec.layers[0].feed_forward, ""
     if isinstance(feed_forward, MoeSpec):
-        at, shared = "shared.", feed_forward.shared
-        table["router"] = "block_sparse_moe.router.layer"
-        experts, inner = feed_forward.router.num_experts, feed_forward.expert.intermediate_size
-        for index in range(experts):
-            stored = (experts, 2 * inner, hidden)
-            table[f"experts.{index}.gate"] = _expert("input_linear", index, 0, stored)
-            table[f"experts.{index}.up"] = _expert("input_linear", index, inner, stored)
-            stored = (experts, hidden, inner)
-            table[f"experts.{index}.down"] = _expert("output_linear", index, 0, stored)
-    assert isinstance(shared, MlpSpec)
-    width = shared.intermediate_size
-    both = ("shared_mlp.input_linear.weight", 0)
-    table[f"{at}gate"] = part_of(*both, 0, width, 2 * width, hidden)
-    table[f"{at}up"] = part_of(*both, width, 2 * width, 2 * width, hidden)
-    table[f"{at}down"] = "shared_mlp.output_linear"
-    return checkpoint_names(spec, table)
-
-
-def _expert(name: str, index: int, start: int, stored: Shape) -> Naming:
-    """Rows from `start` on of one expert in a tensor [E, out, in]."""
-
-    def ways(prefix: str, shape: Shape) -> Ways:
-        part = ((0, index, index + 1), (1, start, start + shape[0]))
-        return ((Stored(f"{prefix}block_sparse_moe.{name}.weight", stored, part=part),),)
-
-    return ways
+        feed_forward, at = feed_forward.shared, "shared."
+    assert isinstance(feed_forward, MlpSpec)
+    width = feed_forward.intermediate_size
+    both, stored = "shared_mlp.input_linear.weight", (2 * width, spec.hidden_size)
+    shared: dict[str, str | Naming] = {
+        f"{at}gate": part_of(both, 0, 0, width, *stored),
+        f"{at}up": part_of(both, 0, width, 2 * width, *stored),
+        f"{at}down": "shared_mlp.output_linear",
+    }
+    return checkpoint_names(spec, {**_NAMES, **shared, **granite_mixture_names(spec)})

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..errors import UnsupportedConfig
-from ..spec import MAX_LAYERS, ModelSpec
+from ..spec import MAX_LAYERS
 from ..specs.mamba import Mamba2Spec
-from ..specs.moe import MoeSpec
 from .config_reader import ConfigReader
 from .weight_names import Naming, tensor
 
@@ -45,11 +44,6 @@ def read_hybrid_kinds(
             limit=len(renamed),
         )
     return renamed
-
-
-def read_count(reader: ConfigReader, key: str, default: int) -> int:
-    """A whole number that may be 0."""
-    return 0 if reader.get(key) == 0 else reader.whole(key, default)
 
 
 def read_mamba2(
@@ -129,15 +123,4 @@ def mamba2_names(module: str, at: str = "") -> dict[str, str | Naming]:
         f"{at}skip": tensor(f"{module}.D"),
         f"{at}gate_norm": f"{module}.norm",
         f"{at}out": f"{module}.out_proj",
-    }
-
-
-def separate_experts(spec: ModelSpec, module: str, **parts: str) -> dict[str, str | Naming]:
-    """Experts that a checkpoint stores one by one, as `<module>.<number>.<part's name there>`."""
-    mixtures = [x.feed_forward for x in spec.layers if isinstance(x.feed_forward, MoeSpec)]
-    count = max((mixture.router.num_experts for mixture in mixtures), default=0)
-    return {
-        f"experts.{index}.{part}": f"{module}.{index}.{name}"
-        for index in range(count)
-        for part, name in parts.items()
     }

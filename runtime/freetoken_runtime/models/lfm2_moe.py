@@ -13,14 +13,15 @@ from ..specs.moe import ExpertSpec, MoeSpec, RouterSpec
 from ..weight_source import Names
 from .attention_config import read_head_dim, read_kv_heads
 from .config_reader import ConfigReader
-from .hybrid_config import read_count, read_hybrid_kinds, separate_experts
+from .hybrid_config import read_hybrid_kinds
+from .moe_config import read_count, skip_router_training, usual_expert_names
 from .rope_config import read_rope
 from .weight_names import Naming, checkpoint_names, tensor
 
 
 def read_lfm2_moe(config: Mapping[str, Any]) -> ModelSpec:
     reader = ConfigReader(config)
-    reader.get("output_router_logits")
+    skip_router_training(reader)
     hidden = reader.whole("hidden_size")
     context = reader.whole("max_position_embeddings", 128_000)
     kinds = read_hybrid_kinds(reader, ("conv", "full_attention"), ("layer_types",))
@@ -95,5 +96,5 @@ _NAMES: dict[str, str | Naming] = {
 
 
 def lfm2_moe_names(spec: ModelSpec) -> Names:
-    experts = separate_experts(spec, "feed_forward.experts", gate="w1", up="w3", down="w2")
+    experts = usual_expert_names(spec, "feed_forward.experts", separate=("w1", "w3", "w2"))
     return checkpoint_names(spec, _NAMES | experts)

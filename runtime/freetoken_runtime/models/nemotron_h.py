@@ -9,7 +9,7 @@ from ..spec import LayerSpec, ModelSpec
 from ..specs.attention import AttentionSpec
 from ..specs.mamba import Mamba2Spec
 from ..specs.mlp import MlpSpec
-from ..specs.moe import ExpertGroups, ExpertSpec, LatentSpec, MoeSpec, RouterSpec
+from ..specs.moe import ExpertSpec, LatentSpec, MoeSpec
 from ..weight_source import Names
 from .attention_config import read_kv_heads
 from .config_reader import ConfigReader
@@ -17,9 +17,15 @@ from .hybrid_config import (
     mamba2_names,
     read_hybrid_kinds,
     refuse_step_limits,
-    separate_experts,
 )
-from .weight_names import Naming, checkpoint_names, tensor
+from .moe_config import (
+    ExpertNaming,
+    expert_names,
+    one_of_all,
+    read_sigmoid_router,
+    skip_router_training,
+)
+from .weight_names import Naming, checkpoint_names, either, tensor
 
 PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 # Of initialisation, of other engines' kernels, of layers that predict several tokens, or (rope,
@@ -27,7 +33,7 @@ PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp
 _WITHOUT_EFFECT = """
     attention_head_dim chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap
     mtp_hybrid_override_pattern mtp_layers_block_type norm_eps num_logits_to_keep
-    num_nextn_predict_layers output_router_logits partial_rotary_factor rescale_prenorm_residual
+    num_nextn_predict_layers partial_rotary_factor rescale_prenorm_residual
     residual_in_fp32 rope_parameters rope_scaling rope_theta time_step_floor time_step_max
     use_mamba_kernels
 """.split()
@@ -37,6 +43,7 @@ def read_nemotron_h(config: Mapping[str, Any]) -> ModelSpec:
     reader = ConfigReader(config)
     for key in _WITHOUT_EFFECT:
         reader.get(key)
+    skip_router_training(reader)
     pattern = reader.get("hybrid_override_pattern")
     absent = list(PATTERN.values()) if pattern is None else [PATTERN.get(x, x) for x in pattern]
     supported = tuple(PATTERN.values())
@@ -97,22 +104,9 @@ def _mlp(size: int, bias: bool) -> MlpSpec:
 
 def _read_mixture(reader: ConfigReader, mlp_bias: bool) -> MoeSpec:
     reader.require("n_shared_experts", 1)
-    groups = ExpertGroups(
-        reader.whole("n_group", 1), reader.whole("topk_group", 1), "sum_of_two_largest"
-    )
-    router = RouterSpec(
-        num_experts=reader.whole("n_routed_experts", 8),
-        top_k=reader.whole("num_experts_per_tok", 2),
-        scores="sigmoid",
-        normalise=reader.flag("norm_topk_prob", True),
-        correction=True,
-        groups=groups if groups.count > 1 else None,
-        sum_added=1e-20,
-        scale=reader.number("routed_scaling_factor", 1.0),
-    )
     latent = reader.get("moe_latent_size")
     return MoeSpec(
-        router=router,
+        router=read_sigmoid_router(reader, num_experts=8, top_k=2, groups=(1, 1), scale=1.0),
         expert=ExpertSpec(reader.whole("moe_intermediate_size", 7688), "relu_squared"),
         shared=_mlp(reader.whole("moe_shared_expert_intermediate_size", 7688), mlp_bias),
         latent=None if latent is None else LatentSpec(reader.whole("moe_latent_size"), mlp_bias),
@@ -134,9 +128,15 @@ _NAMES: dict[str, str | Naming] = {
 }
 
 
+def _expert(part: str) -> ExpertNaming:
+    """Experts are stored one by one, or all in one tensor."""
+    fused = one_of_all(f"mixer.experts.{part}")
+    return lambda count, index: either(f"mixer.experts.{index}.{part}", fused(count, index))
+
+
 def nemotron_h_names(spec: ModelSpec) -> Names:
     """Everything lies in `backbone`, or in `model`."""
-    experts = separate_experts(spec, "mixer.experts", up="up_proj", down="down_proj")
+    experts = expert_names(spec, up=_expert("up_proj"), down=_expert("down_proj"))
     backbone, model = (
         checkpoint_names(
             spec,
