@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 and the short convolution as mixers, against transformers' own on the same weights."""
+"""Mamba-2, the short convolution and delta rules as mixers, against transformers' own on the same
+weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,8 +62,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
         {"conv_bias": True, "conv_L_cache": 5},
         lambda model: model.model.layers[1].conv,
     ),
+    "qwen3_next": ("qwen3_next", {}, lambda model: model.model.layers[1].linear_attn),
+    "qwen3_5, a value head per key head": (
+        "qwen3_5_text",
+        {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 3},
+        lambda model: model.model.layers[1].linear_attn,
+    ),
+    "kimi": ("kimi_linear", {}, lambda model: model.model.layers[1].self_attn),
 }
-LAYER = {"granitemoehybrid": 1, "nemotron_h": 4, "falcon_h1": 2, "lfm2_moe": 1}
+LAYER = {"nemotron_h": 4, "falcon_h1": 2}  # of the mixer under test; 1 in all others
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,8 @@ def pair(
     folder: Path = tmp_path_factory.mktemp("mixer")
     model = build_checkpoint(folder, family, **settings)
     decoder = load(folder).decoder
-    layer = decoder._parts.layers[LAYER[family]].mixer
-    spec = decoder.spec.layers[LAYER[family]].mixer
+    layer = decoder._parts.layers[LAYER.get(family, 1)].mixer
+    spec = decoder.spec.layers[LAYER.get(family, 1)].mixer
     assert layer is not None and spec is not None
     mixer: Mixer = layer.mixer
     if isinstance(mixer, Parallel):
