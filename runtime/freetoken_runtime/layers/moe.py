@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from ..batch import Form, RowGroup
-from ..kernels.activations import relu_squared, sigmoid, silu
+from ..kernels.activations import sigmoid
 from ..kernels.experts.cpu import clamped_glu, mix, pad_rows
 from ..specs.moe import ClampedGlu, ExpertSpec, MoeSpec, RouterSpec
 from .linear import DenseLinear, Linear
-from .mlp import Mlp
+from .mlp import Activate, Mlp, activation
 from .mlp import build as build_mlp
 from .parts import Parts
 from .routing import Routes, margins, route
@@ -25,31 +25,40 @@ Observer = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Expert:
-    """One routed expert. `up` yields gate and up side by side where the spec has a gate."""
+    """One routed expert. `up` yields gate and up side by side where the spec has a gate, `activate`
+    makes the inner row of what it yields."""
 
-    spec: ExpertSpec
     up: Linear
     down: Linear
+    activate: Activate
 
     def __call__(self, rows: torch.Tensor, form: Form) -> torch.Tensor:
         """rows [m, H] fp32, m >= 1 -> [m, H] fp32 or bf16; a row's bits do not depend on m."""
         alone = form is Form.FEW and self.up.few_rows_batch and self.down.few_rows_batch
         x = rows if alone else pad_rows(rows)
         whole = (RowGroup(0, len(x), form),)
-        inner = self.up(x, whole).float()
-        return self.down(self._activate(inner), whole)[: len(rows)]
-
-    def _activate(self, inner: torch.Tensor) -> torch.Tensor:
-        if not self.spec.gated:
-            return relu_squared(inner)
-        gate, up = inner.chunk(2, -1)
-        if isinstance(self.spec.activation, ClampedGlu):
-            return clamped_glu(gate, up, self.spec.activation)
-        return silu(gate).mul_(up)
+        inner = self.activate(self.up(x, whole).float())
+        return self.down(inner, whole)[: len(rows)]
 
     @property
     def size_bytes(self) -> int:
         return self.up.size_bytes + self.down.size_bytes
+
+
+def expert_activation(spec: ExpertSpec) -> Activate:
+    """What `up` yields [m, 2I or I] fp32, which may be overwritten -> [m, I]."""
+    kind = spec.activation
+    if isinstance(kind, ClampedGlu):
+        return lambda rows: clamped_glu(rows, kind)
+    act = activation(kind, spec.intermediate_size)
+    if not spec.gated:
+        return act
+
+    def gated(rows: torch.Tensor) -> torch.Tensor:
+        gate, up = rows.chunk(2, -1)
+        return act(gate).mul_(up)
+
+    return gated
 
 
 @dataclass(frozen=True)
@@ -162,10 +171,7 @@ def _by_form(groups: Sequence[RowGroup]) -> list[RowGroup]:
 def build(spec: MoeSpec, parts: Parts) -> Moe:
     return Moe(
         router=_build_router(spec, parts),
-        experts=tuple(
-            _build_expert(spec.expert, parts.within(f"experts.{index}"))
-            for index in range(spec.router.num_experts)
-        ),
+        experts=_build_experts(spec, parts),
         shared=None if spec.shared is None else build_mlp(spec.shared, parts.within("shared")),
         latent=None
         if spec.latent is None
@@ -173,8 +179,12 @@ def build(spec: MoeSpec, parts: Parts) -> Moe:
     )
 
 
-def _build_expert(spec: ExpertSpec, parts: Parts) -> Expert:
-    return Expert(spec, parts.linear(*spec.inputs), parts.linear("down"))
+def _build_experts(spec: MoeSpec, parts: Parts) -> tuple[Expert, ...]:
+    activate = expert_activation(spec.expert)
+    every = (parts.within(f"experts.{index}") for index in range(spec.router.num_experts))
+    return tuple(
+        Expert(part.linear(*spec.expert.inputs), part.linear("down"), activate) for part in every
+    )
 
 
 def _build_router(spec: MoeSpec, parts: Parts) -> Router:

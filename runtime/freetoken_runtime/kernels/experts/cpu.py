@@ -63,8 +63,9 @@ def pad_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows if missing <= 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing))
 
 
-def clamped_glu(gate: torch.Tensor, up: torch.Tensor, spec: ClampedGlu) -> torch.Tensor:
-    """gate, up [m, I] fp32, both overwritten -> [m, I]; see `ClampedGlu`."""
+def clamped_glu(rows: torch.Tensor, spec: ClampedGlu) -> torch.Tensor:
+    """rows [m, 2I] fp32, gate before up, overwritten -> [m, I]; see `ClampedGlu`."""
+    gate, up = rows.chunk(2, -1)
     gate.clamp_(max=spec.limit)
     up.clamp_(-spec.limit, spec.limit).add_(1.0)
     return sigmoid(gate * spec.alpha).mul_(gate).mul_(up)
