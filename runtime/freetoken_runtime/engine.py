@@ -258,7 +258,9 @@ class Engine:
         """[vocab] fp32 after the last id, through the same path as `generate`; `reuse=False` is a
         cold prefill that touches no state but its own. Blocks."""
         self._owner.check_caller()
-        task = self._submit(Request(self._check(ids), None, cold=not reuse, want_logits=True))
+        path = self._check(ids)
+        places = ranked(len(path), (), (), self._anchor_interval) if reuse else {}
+        task = self._submit(Request(path, None, places, cold=not reuse, want_logits=True))
         task.stream.wait()
         assert task.logits is not None
         return task.logits
@@ -352,7 +354,7 @@ class Engine:
             prefill_tokens=missing,
             source=route.source,
             anchor=route.restored or None,
-            miss=route.miss,
+            miss=self._lookup.miss(path, route),
             predicted_s=predicted_s,
         )
 

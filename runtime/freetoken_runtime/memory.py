@@ -17,12 +17,12 @@ class MemoryBudget:
     def __init__(self, plan: MemoryPlan, meter: Meter) -> None:
         self.plan = plan
         self._meter = meter
-        self.anchor_bytes = 0  # counted by the keeper
+        self.anchors = Meter()  # the keeper's
 
     @property
     def states_bytes(self) -> int:
         """Bytes of KV allocations and of anchors, once each."""
-        return self._meter.used_bytes + self.anchor_bytes
+        return self._meter.used_bytes + self.anchors.used_bytes
 
     @property
     def anchor_limit_bytes(self) -> int:

@@ -118,7 +118,7 @@ class Worker:
             if acquired is not None:
                 task.resident = acquired.resident
                 task.reused = acquired.reused
-                task.changed = _difference(task, acquired)
+                task.changed = self._difference(task, acquired)
                 if acquired.row is not None:
                     task.hidden = acquired.row.unsqueeze(0)
         if task.resident is None:
@@ -136,6 +136,16 @@ class Worker:
         if not task.missing:
             self._prompt_done(task)
         return True
+
+    def _difference(self, task: Task, acquired: Acquired) -> str | None:
+        """What made the work differ from the plan that the caller was shown."""
+        planned, reused = task.stream.plan.reused_tokens, acquired.reused
+        if reused == planned:
+            return None
+        if reused > planned:
+            return f"another request computed {reused - planned} tokens of the path"
+        cause = self._keeper.why_less(task.request.ids, acquired)
+        return f"{planned - reused} tokens were lost: {cause}"
 
     # -- a pass
 
@@ -293,15 +303,3 @@ class Worker:
             self._keeper.capture(resident, resident.sequence.length, task.hidden[0])
         self._keeper.persist(resident)
         self._keeper.release(resident)
-
-
-def _difference(task: Task, acquired: Acquired) -> str | None:
-    """What made the work differ from the plan that the caller was shown."""
-    planned, reused = task.stream.plan.reused_tokens, acquired.reused
-    if reused == planned:
-        return None
-    if reused > planned:
-        return f"another request computed {reused - planned} tokens of the path"
-    miss = acquired.route.miss
-    cause = acquired.lost or (miss.cause if miss is not None else "evicted")
-    return f"{planned - reused} tokens were lost: {cause}"

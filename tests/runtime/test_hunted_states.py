@@ -269,4 +269,4 @@ def test_rows_of_anchors_are_counted_once(make_engine: EngineMaker) -> None:
         for anchor in resident.sequence.anchors.values()
     }
     assert len(engine._index) == 4
-    assert engine._budget.anchor_bytes == sum(held.values()) == (300 + 4) * 60 * 4
+    assert engine._budget.anchors.used_bytes == sum(held.values()) == (300 + 4) * 60 * 4

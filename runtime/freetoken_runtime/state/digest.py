@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -52,17 +53,27 @@ def as_ids(ids: Sequence[int] | Ids) -> Ids:
 def link(parent: bytes, ids: Ids) -> bytes:
     """d(p) from the digest at the block boundary before p and the ids from there to p."""
     assert 0 < len(ids) <= BLOCK, len(ids)
+    return _link(parent, as_ids(ids).data)
+
+
+def _link(parent: bytes, ids: bytes | memoryview) -> bytes:
     state = hashlib.blake2b(parent, digest_size=DIGEST_BYTES, person=b"freetoken-state\0")
-    state.update(ids.data)
+    state.update(ids)
     return state.digest()
 
 
-def chain(root: bytes, ids: Ids) -> list[bytes]:
+def chain(root: bytes, ids: Ids) -> tuple[bytes, ...]:
     """d(0), d(64), d(128), … up to the last full block of `ids`."""
+    return _chain(root, as_ids(ids[: len(ids) - len(ids) % BLOCK]).tobytes())
+
+
+@lru_cache(maxsize=4)  # planning, restoring and writing a path ask for the same one
+def _chain(root: bytes, ids: bytes) -> tuple[bytes, ...]:
     digests = [root]
-    for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-        digests.append(link(digests[-1], ids[start : start + BLOCK]))
-    return digests
+    size_bytes = 4 * BLOCK
+    for start in range(0, len(ids), size_bytes):
+        digests.append(_link(digests[-1], ids[start : start + size_bytes]))
+    return tuple(digests)
 
 
 def digest_at(boundaries: Sequence[bytes], ids: Ids, position: int) -> bytes:

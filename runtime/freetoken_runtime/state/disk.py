@@ -114,7 +114,7 @@ class DiskStates:
 
     # -- finding
 
-    def boundaries(self, ids: Ids) -> list[bytes]:
+    def boundaries(self, ids: Ids) -> tuple[bytes, ...]:
         """d(0), d(64), … of a path."""
         return chain(self.origin.digest, ids)
 

@@ -5,9 +5,9 @@ Everything here runs in the owner thread. Plans come from `lookup`, which has no
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from weakref import finalize
 
 import torch
 
@@ -16,36 +16,9 @@ from .digest import Ids, chain, digest_at
 from .disk import DiskStates
 from .lookup import History, Lookup, Route
 from .prefix import PrefixIndex, Resident, shared_rows
+from .roles import Budget, Writer
 from .sequence import Sequence
 from .spaces import Spaces
-from .spans import PathView
-
-
-class Budget(Protocol):
-    """What the keeper asks of `memory.MemoryBudget`."""
-
-    anchor_bytes: int
-
-    @property
-    def anchor_limit_bytes(self) -> int: ...
-
-    def missing(self, size_bytes: int) -> int: ...
-
-
-class Writer(Protocol):
-    """What the keeper asks of `persist.Persister`."""
-
-    def enqueue(self, resident: Resident, view: PathView, anchors: Mapping[int, Anchor]) -> None:
-        """Write the view's blocks, then the anchors, in the background."""
-
-    def rest(self, decoding: bool) -> None:
-        """Tokens are being decoded, or no longer."""
-
-    def drain(self, resident: Resident | None = None) -> None:
-        """Return when what was enqueued, for this resident or at all, is written or has failed."""
-
-    def cancel(self, ids: Ids) -> None:
-        """Drop queued paths that begin with `ids`; wait for one that is being written."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +70,11 @@ class StateKeeper:
             self.release(resident)
             raise
 
+    def why_less(self, ids: Ids, acquired: Acquired) -> str:
+        """Why less came back than the caller was promised."""
+        miss = self._lookup.miss(ids, acquired.route)
+        return acquired.lost or (miss.cause if miss is not None else "evicted")
+
     def acquire_cold(self, rows: int) -> Resident | None:
         """An empty sequence that nobody else sees. None if there is no room now."""
         if not self.make_room(self._spaces.bytes_for(rows)):
@@ -119,7 +97,6 @@ class StateKeeper:
         self._thin(sequence)
         self._mark_pins(resident)
         self._merge(resident)
-        self._count_anchors()
 
     def capture(
         self, resident: Resident, position: int, row: torch.Tensor, rank: Rank = Rank.NAMED
@@ -132,10 +109,11 @@ class StateKeeper:
             rank = max(rank, known.rank)
         stale = bool(sequence.replay)
         anchor = Anchor(row.clone(), sequence.fixed_at(position), rank, stale)
-        sequence.anchors = {**sequence.anchors, position: anchor}
-        self._budget.anchor_bytes += anchor.size_bytes
-        if self._budget.anchor_bytes > self._budget.anchor_limit_bytes:
-            self._retain(self._budget.anchor_limit_bytes)
+        sequence.anchors = {**sequence.anchors, position: self._counted(anchor)}
+        limit_bytes = self._budget.anchor_limit_bytes
+        if self._budget.anchors.used_bytes > limit_bytes:
+            self.persist(resident)
+            self._retain(limit_bytes - limit_bytes // 8)
 
     def persist(self, resident: Resident) -> None:
         """Hand the path to the writer, if there is one and it has not been told yet."""
@@ -166,7 +144,7 @@ class StateKeeper:
         for resident in self._index.victims():
             resident.sequence.settle()
         if self._spaces.pool.layout.fixed_bytes:
-            self._retain(self._budget.anchor_bytes - self._budget.missing(size_bytes))
+            self._retain(self._budget.anchors.used_bytes - self._budget.missing(size_bytes))
         drained = self.writer is None
         while self._budget.missing(size_bytes):
             victims = self._index.victims()
@@ -187,12 +165,10 @@ class StateKeeper:
             if resident.persisted_rows < sequence.length:
                 self.persist(resident)
             self.writer.drain(resident)
-        ids = sequence.ids
-        names = chain(self._lookup.root, ids)
-        self._history.remember([*names[1:], digest_at(names, ids, len(ids))])
-        buffers = {id(span.buffer): span.buffer for span in sequence.spans}
+        self._history.remember(self._names(sequence.ids))
+        buffers = {span.buffer for span in sequence.spans}
         self._remove(resident)
-        for buffer in buffers.values():
+        for buffer in buffers:
             self._spaces.tighten(buffer)
         self.evicted += 1
 
@@ -213,8 +189,7 @@ class StateKeeper:
             known = resident.sequence.ids
             if shared_rows(known, stem) < len(stem):
                 continue
-            names = chain(self._lookup.root, known)
-            self._history.forget([*names[1:], digest_at(names, known, len(known))])
+            self._history.forget(self._names(known))
             dropped += 1
             if resident.running:
                 resident.forget_from = start
@@ -226,7 +201,6 @@ class StateKeeper:
                 self._remove(resident)
             for buffer in buffers:
                 self._spaces.tighten(buffer)
-        self._count_anchors()
         disk = self._lookup.disk
         return dropped + (disk.forget(ids, start) if disk is not None else 0)
 
@@ -311,7 +285,6 @@ class StateKeeper:
             else:
                 sequence.anchors = {**sequence.anchors, len(ids): anchor}
                 row = anchor.row
-        self._count_anchors()
         return Acquired(resident, route, sequence.length - sequence.replay, row, lost)
 
     def _restore_from(
@@ -326,12 +299,12 @@ class StateKeeper:
             lost, size_bytes = restored.lost, restored.size_bytes
             resident.persisted_rows = sequence.length
         if route.disk.anchored and sequence.length == route.restored:
-            anchor = disk.restore_anchor(ids[: route.restored])
-            if isinstance(anchor, Anchor):
-                sequence.resume(anchor)
-                size_bytes += anchor.size_bytes
+            found = disk.restore_anchor(ids[: route.restored])
+            if isinstance(found, Anchor):
+                sequence.resume(self._counted(found))
+                size_bytes += found.size_bytes
             else:
-                lost = anchor
+                lost = found
         sequence.shorten()
         self.restored_bytes += size_bytes
         self.on_restored(size_bytes, time.perf_counter() - started)
@@ -367,7 +340,9 @@ class StateKeeper:
 
     def _retain(self, limit_bytes: int) -> None:
         """Let anchors of all paths go until they take no more than this, the least valuable
-        first."""
+        first; where a store is attached, they are in it by then."""
+        if self.writer is not None:
+            self.writer.drain()
         residents = sorted(self._index, key=lambda r: r.last_used)
         paths = [
             AnchoredPath(r.sequence.anchors, r.sequence.length, lasting=bool(r.pinned_by))
@@ -375,7 +350,6 @@ class StateKeeper:
         ]
         for resident, kept in zip(residents, retained(paths, limit_bytes), strict=True):
             self._keep_only(resident.sequence, kept)
-        self._count_anchors()
 
     def _keep_only(self, sequence: Sequence, kept: set[int]) -> None:
         gone = sequence.anchors.keys() - kept
@@ -386,8 +360,16 @@ class StateKeeper:
     def _remove(self, resident: Resident) -> None:
         self._index.remove(resident)
         resident.sequence.close()
-        self._count_anchors()
 
-    def _count_anchors(self) -> None:
-        kept = (anchor for r in self._index for anchor in r.sequence.anchors.values())
-        self._budget.anchor_bytes = sum({id(x): x.size_bytes for x in kept}.values())
+    def _names(self, ids: Ids) -> list[bytes]:
+        """The digests of a path's full blocks and of its end."""
+        names = chain(self._lookup.root, ids)
+        return [*names[1:], digest_at(names, ids, len(ids))]
+
+    def _counted(self, anchor: Anchor) -> Anchor:
+        """Count an anchor until its last holder lets go of it, be it a path or the writer."""
+        meter, size_bytes = self._budget.anchors, anchor.size_bytes
+        meter.fold()
+        meter.take(size_bytes)
+        finalize(anchor, meter.give_back, size_bytes).atexit = False
+        return anchor

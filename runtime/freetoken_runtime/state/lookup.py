@@ -49,7 +49,7 @@ class History:
 class Route:
     """The restore that serves a path: `ram_rows` rows as views of `resident`, then the pieces of
     `disk`: the state at `restored`, of which `replay` rows are forwarded again. With `row_from` set
-    nothing else needs to be."""
+    nothing else needs to be. `ram` and `stored`: what was found on the way."""
 
     resident: Resident | None
     ram_rows: int
@@ -58,7 +58,8 @@ class Route:
     replay: int
     row_from: Literal["ram", "disk"] | None
     source: Literal["ram", "disk", "none"]
-    miss: PathMiss | None
+    ram: RamMatch
+    stored: DiskMatch
 
     @property
     def reused(self) -> int:
@@ -87,16 +88,14 @@ class Lookup:
             replay=ram.resident.sequence.replay_at(ram.usable) if ram.resident else 0,
             row_from="ram" if ram.usable == total else None,
             source="ram" if ram.usable else "none",
-            miss=None,
+            ram=ram,
+            stored=NOTHING,
         )
         disk = self.disk
-        stored = NOTHING
-        if disk is not None and route.restored < total:
-            stored = disk.match(ids, floor=ram.rows, base=ram.usable)
-            route = _through_disk(route, ram, stored, total)
-        if route.restored == total:
+        if disk is None or route.restored == total:
             return route
-        return replace(route, miss=self._miss(ids, ram, stored, disk, route.reused))
+        stored = disk.match(ids, floor=ram.rows, base=ram.usable)
+        return _through_disk(replace(route, stored=stored), total)
 
     def positions(self, ids: Ids) -> set[int]:
         """Where the path can be restored by an anchor, from RAM or disk, and the deepest position
@@ -115,9 +114,11 @@ class Lookup:
             rows = max(rows, self.disk.match(ids).position)
         return rows
 
-    def _miss(
-        self, ids: Ids, ram: RamMatch, stored: DiskMatch, disk: DiskStates | None, reused: int
-    ) -> PathMiss:
+    def miss(self, ids: Ids, route: Route) -> PathMiss | None:
+        """Why the route reuses no more; None if it reuses all."""
+        ram, stored, disk, reused = route.ram, route.stored, self.disk, route.reused
+        if route.restored == len(ids):
+            return None
         total = len(ids)
         rows = max(ram.rows, stored.position)
         sequence = ram.deepest.sequence if ram.deepest is not None else None
@@ -146,9 +147,10 @@ class Lookup:
         return PathMiss(rows, cause, total - reused, gap, dropped)
 
 
-def _through_disk(route: Route, ram: RamMatch, stored: DiskMatch, total: int) -> Route:
+def _through_disk(route: Route, total: int) -> Route:
     """The route with the store's pieces, if they reach further. Rows at hand are not read again,
     whichever path in RAM holds them."""
+    ram, stored = route.ram, route.stored
     restored = stored.usable
     if restored <= route.restored:
         return route

@@ -16,7 +16,7 @@ class Spaces:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.zeros = pool.layout.zeros()  # the overwritten buffers at the start of every path
-        self._holders: WeakKeyDictionary[KVBuffer, "WeakSet[Sequence]"]
+        self._holders: WeakKeyDictionary[KVBuffer, WeakSet[Sequence]]
         self._holders = WeakKeyDictionary()
 
     def hold(self, buffer: KVBuffer, sequence: "Sequence") -> None:
