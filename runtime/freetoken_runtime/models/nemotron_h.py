@@ -29,13 +29,13 @@ from .weight_names import Naming, checkpoint_names, either, tensor
 
 PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 # Of initialisation, of other engines' kernels, of layers that predict several tokens, or (rope,
-# attention_head_dim, expand) never read by transformers.
+# attention_head_dim, expand, tie_word_embeddings) without effect in transformers.
 _WITHOUT_EFFECT = """
     attention_head_dim chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap
     mtp_hybrid_override_pattern mtp_layers_block_type norm_eps num_logits_to_keep
     num_nextn_predict_layers partial_rotary_factor rescale_prenorm_residual
-    residual_in_fp32 rope_parameters rope_scaling rope_theta time_step_floor time_step_max
-    use_mamba_kernels
+    residual_in_fp32 rope_parameters rope_scaling rope_theta tie_word_embeddings time_step_floor
+    time_step_max use_mamba_kernels
 """.split()
 
 
@@ -62,7 +62,7 @@ def read_nemotron_h(config: Mapping[str, Any]) -> ModelSpec:
         hidden_size=reader.whole("hidden_size"),
         layers=tuple(blocks[kind] for kind in kinds),
         norm_eps=reader.number("layer_norm_epsilon", 1e-5),
-        tied_head=reader.flag("tie_word_embeddings"),
+        tied_head=False,
         context_limit=reader.whole("max_position_embeddings", 4096),
     )
     reader.finish()
