@@ -78,6 +78,7 @@ def test_session_programs_equal_plain_lists(steps: list[Step]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(QUICK, max_examples=600)
 @given(STEPS)
 def test_session_many_programs_equal_plain_lists(steps: list[Step]) -> None:

@@ -171,6 +171,7 @@ def test_a_call_in_the_templates_own_spelling_is_read_back(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(1, 6))
 @EACH
 def test_session_programs_on_a_real_template(name: str, seed: int) -> None:

@@ -106,6 +106,7 @@ def test_c25_append_and_delete_in_cycles(make_engine: EngineMaker) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_c25_append_and_delete_in_100_cycles(make_engine: EngineMaker) -> None:
     """The same, 100 cycles."""
     cycles(make_engine(prefill_chunk=512, ram_budget_bytes=43 << 20), 100)

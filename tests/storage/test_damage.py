@@ -216,6 +216,7 @@ def test_c38_many_flips_in_the_states(store_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_c38_very_many_flips(store_path: Path) -> None:
     """Oracle: as above, over 6,000 places."""
     file = store_path / "sessions" / "data.mdb"

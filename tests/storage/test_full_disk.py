@@ -115,6 +115,7 @@ def test_c46_small_file_system(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_c46_200_mb_file_system(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: as above, at the size and the snapshots of the case."""
     caplog.set_level(logging.WARNING)

@@ -110,6 +110,7 @@ def test_c43_sigkill_at_random_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_c43_sigkill_at_50_random_points(tmp_path: Path) -> None:
     """Oracle: as above."""
     run_kills(tmp_path / "store", times=50, seed=21)

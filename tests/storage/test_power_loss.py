@@ -177,6 +177,7 @@ def test_power_loss_while_sessions_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_many_power_losses_while_sessions_commit(tmp_path: Path) -> None:
     """Oracle: as above."""
     for seed in range(40, 44):

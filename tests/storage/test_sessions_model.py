@@ -294,6 +294,7 @@ def test_random_programs(program: list[Op]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=st.lists(ops, min_size=5, max_size=60))
 def test_many_random_programs(program: list[Op]) -> None:

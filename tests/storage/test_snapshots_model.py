@@ -194,6 +194,7 @@ def test_random_programs_in_memory(program: list[Op]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=st.lists(ops, min_size=20, max_size=120))
 def test_many_random_programs_stored(program: list[Op]) -> None:
