@@ -56,10 +56,10 @@ def exclusive_paths(sessions: Sessions, name: str) -> list[tuple[tuple[int, ...]
         ids
         for record in sessions.list()
         if record.name != name
-        for ids in _leaves(sessions, record.name)
+        for ids in leaves(sessions, record.name)
     ]
     found = []
-    for ids in _leaves(sessions, name):
+    for ids in leaves(sessions, name):
         start = max((common_length(ids, other) for other in others), default=0)
         if start < len(ids):
             found.append((ids, start))
@@ -81,7 +81,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def _leaves(sessions: Sessions, name: str) -> Iterator[tuple[int, ...]]:
+def leaves(sessions: Sessions, name: str) -> Iterator[tuple[int, ...]]:
     """The ids of every path that ends at a node without children."""
     nodes = list(sessions.nodes(name))
     inner = {node.parent for node in nodes}

@@ -19,7 +19,16 @@ from freetoken_storage import Database, verify_store
 
 from .editor import edit_text
 from .opening import Branch, ModelName, StorePath, opened_session, opened_store, pick, store_path
-from .output import EXIT_FAULT_FOUND, Json, command, emit, progress
+from .output import (
+    EXIT_FAULT_FOUND,
+    EXIT_INTERRUPTED,
+    Json,
+    command,
+    emit,
+    plain,
+    progress,
+)
+from .states import check_lines, deep_check
 from .views import edit_lines, path_table, tree_view
 
 app = typer.Typer(no_args_is_help=True, help="List, show, edit, check and clean stored sessions.")
@@ -189,15 +198,39 @@ def purge_session(
 
 @app.command("verify")
 @command
-def verify_sessions(store: StorePath = None, json: Json = False) -> None:
+def verify_sessions(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[SESSION]...", help="For --deep; default: all.")
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Compute the states of every head anew and compare.")
+    ] = False,
+    earlier: Annotated[
+        bool, typer.Option("--all", help="With --deep: earlier versions, too.")
+    ] = False,
+    model: ModelName = "smollm2",
+    store: StorePath = None,
+    json: Json = False,
+) -> None:
     """Read every page and value of a store, in a child process; exit with 3 if one is wrong."""
+    if not deep and (names or earlier):
+        raise typer.BadParameter("sessions and --all go with --deep")
+    path = store_path(store)
     with progress("reading the store"):
-        report = verify_store(store_path(store))
-    counts = ", ".join(f"{count:,} {name}" for name, count in report.counts.items())
-    faults = [f"{x.database}: {x.session or ''} {x.what}" for x in report.faults]
-    emit(report, "\n".join([*faults, counts, "no fault" if report.ok else "faults found"]))
-    if not report.ok:
+        report = verify_store(path)
+    lines = [f"{x.database}: {x.session or ''} {x.what}" for x in report.faults]
+    lines.append(", ".join(f"{count:,} {name}" for name, count in report.counts.items()))
+    whole, states = plain(report), None
+    if deep and not any(fault.database == "sessions" for fault in report.faults):
+        states = deep_check(path, model, names or [], earlier_versions=earlier)
+        whole["states"] = plain(states)
+        lines += check_lines(states)
+    found = not report.ok or (states is not None and not states.ok)
+    emit(whole, "\n".join([*lines, "faults found" if found else "no fault"]))
+    if found:
         raise typer.Exit(EXIT_FAULT_FOUND)
+    if states is not None and not states.complete:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command("gc")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import Engine
     from .generation import Generation
-    from .reports import EngineStats, PathMiss, ReusePlan, Token, Usage
+    from .reports import EngineStats, Finding, PathMiss, ReusePlan, Token, Usage, Verification
     from .sampler import SamplingParams, TokenConstraint
     from .state.digest import Fingerprint
 
@@ -19,6 +19,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Finding",
     "Fingerprint",
     "Generation",
     "PathMiss",
@@ -27,12 +28,14 @@ __all__ = [
     "Token",
     "TokenConstraint",
     "Usage",
+    "Verification",
 ]
 
 _HOMES = {
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineStats": "reports",
+    "Finding": "reports",
     "Fingerprint": "state.digest",
     "Generation": "generation",
     "PathMiss": "reports",
@@ -41,6 +44,7 @@ _HOMES = {
     "Token": "reports",
     "TokenConstraint": "sampler",
     "Usage": "reports",
+    "Verification": "reports",
 }
 
 
