@@ -23,6 +23,7 @@ def read_qwen3_5(config: Mapping[str, Any]) -> ModelSpec:
         reader.get(key)
     reader.require("attn_output_gate", True)
     reader.require("mamba_ssm_dtype", "float32")
+    reader.require("output_gate_type", "swish", "silu")
     reader.require("mlp_only_layers", [])
     family = str(config["model_type"])
     layers = reader.whole("num_hidden_layers", maximum=MAX_LAYERS)
