@@ -20,8 +20,7 @@ from itertools import pairwise
 
 import torch
 
-# One thread, 256 rows, 16 key heads and 32 value heads of 128: chunks of 16 or 32 rows take 18 ms,
-# of 64 rows 22 ms, of 128 rows 28 ms.
+# Longer chunks are slower on a CPU: docs/decisions/0025-delta-rules.md.
 CHUNK = 32
 _ROWS = 128  # rows whose chunk matrices exist at once, in the cache
 

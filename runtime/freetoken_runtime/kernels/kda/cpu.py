@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-CHUNK = 32
+CHUNK = 32  # both: docs/decisions/0025-delta-rules.md
 LEAF = 4
 _ROWS = 128  # rows whose chunk matrices exist at once, in the cache
 
