@@ -35,7 +35,7 @@ _SKIPPABLE = {
         r"|multi_modal_projector|patch_merger)\."
     ),
     "audio": re.compile(r"(model\.)?(audio_tower|audio_model|audio_encoder|embed_audio)\."),
-    "multi-token prediction": re.compile(r"(model\.)?mtp\."),
+    "multi-token prediction": re.compile(r"(model\.)?mtp(_\w+)?\."),
 }
 _LAYER = re.compile(
     r"(?:language_model\.)?(?:model|backbone)\.(?:language_model\.)?layers\.(\d+)\."

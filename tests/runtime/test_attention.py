@@ -135,6 +135,86 @@ def test_a_sequence_in_passes_equals_one_causal_square(passes: list[int], kind: 
     torch.testing.assert_close(torch.cat(outs).double(), expected, rtol=0, atol=3e-6)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    queries=st.integers(1, 150),
+    past=st.integers(0, 90),
+    window=st.integers(1, 130),
+    groups=st.integers(1, 3),
+    dim=st.integers(1, 40),
+)
+def test_a_window_equals_the_reference(
+    queries: int, past: int, window: int, groups: int, dim: int
+) -> None:
+    """Oracle: a masked softmax in fp64, log-sum-exp included; windows shorter and longer than what
+    there is, chunks longer than a block of queries."""
+    q, _, _ = rows(queries, 2 * groups, 2, dim, 0)
+    _, k, v = rows(past + queries, 2 * groups, 2, dim, 1)
+    out, lse = cpu.attend_window(q, k, v, scale=0.3, window=window)
+    expected, expected_lse = reference.attend(q, k, v, scale=0.3, causal=True, window=window)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+def test_the_window_of_the_reference_by_hand() -> None:
+    """Oracle: a query sees itself and the one before it, so its output is their mean."""
+    q, k = torch.zeros(3, 1, 1), torch.zeros(5, 1, 1)
+    v = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])[:, None, None]
+    out, lse = reference.attend(q, k, v, scale=1.0, causal=True, window=2)
+    assert out.flatten().tolist() == [3.0, 6.0, 12.0]
+    assert lse.flatten().tolist() == pytest.approx([math.log(2)] * 3)
+
+
+@pytest.mark.parametrize("cuts", [[1], [7], [3, 30, 1]])
+def test_sinks_take_a_part_and_add_nothing(cuts: list[int]) -> None:
+    """Oracle: one more key whose score is the sink and whose value is zero, in fp64."""
+    q, _, _ = rows(4, 6, 2, 12, 0)
+    _, k, v = rows(sum(cuts), 6, 2, 12, 1)
+    sinks = torch.tensor([-30.0, -1.0, 0.0, 0.7, 2.0, 30.0])
+    pieces = list(zip(torch.split(k, cuts), torch.split(v, cuts), strict=True))
+    ours = cpu.add_sinks([cpu.attend(q, *piece, scale=0.3) for piece in pieces], sinks)
+    exact = [reference.attend(q, *piece, scale=0.3) for piece in pieces]
+    expected = reference.add_sinks(exact, sinks)
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=3e-6)
+    scores = torch.einsum("nhd,shd->nhs", q, k.repeat_interleave(3, 1)).double() * 0.3
+    weights = torch.cat((scores, sinks.double().expand(4, 6)[..., None]), -1).softmax(-1)
+    by_hand = torch.einsum("nhs,shd->nhd", weights[..., :-1], v.repeat_interleave(3, 1).double())
+    torch.testing.assert_close(expected, by_hand, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2, 23, 64, 129, 500])
+@pytest.mark.parametrize("passes", [[1, 1, 40, 1], [200], [64, 65, 1, 1, 70], [23, 23, 24]])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_window_over_passes_equals_one_band(passes: list[int], window: int, sinks: bool) -> None:
+    """Oracle: the reference over the whole sequence in one masked square."""
+    q, k, v = rows(sum(passes), 6, 2, 10, 3)
+    sink = torch.linspace(-1, 1, 6) if sinks else None
+    state, outs, at = ListState(1), [], 0
+    for count in passes:
+        a, b = at, at + count
+        scores = Scores(0.4, window, sink)
+        outs.append(attend_sequence(q[a:b], k[a:b], v[a:b], state, 0, scores))
+        state.commit(list(range(a, b)))
+        at = b
+    expected = reference.attend(q, k, v, scale=0.4, causal=True, window=window)
+    whole = expected[0] if sink is None else reference.add_sinks([expected], sink)
+    torch.testing.assert_close(torch.cat(outs).double(), whole, rtol=0, atol=3e-6)
+
+
+def test_a_window_reads_no_more_than_it_shows() -> None:
+    """Oracle: rows beyond the window are NaN, and none comes out."""
+    q, k, v = rows(300, 6, 2, 10, 3)
+    k[:170], v[:170] = math.nan, math.nan
+    state = ListState(1)
+    for a, b in ((0, 100), (100, 200)):
+        state.write(0, k[a:b], v[a:b])
+        state.commit(list(range(a, b)))
+    for a, b in ((200, 260), (260, 261), (261, 300)):
+        out = attend_sequence(q[a:b], k[a:b], v[a:b], state, 0, Scores(0.4, 31))
+        state.commit(list(range(a, b)))
+        assert bool(out.isfinite().all())
+
+
 def test_the_reference_itself_on_a_case_by_hand() -> None:
     """Oracle: two keys with scores 0 and ln 3: weights 1/4 and 3/4."""
     q = torch.tensor([[[1.0]]])

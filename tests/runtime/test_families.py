@@ -42,6 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "tie_word_embeddings": False,
             "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 37,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -129,16 +130,17 @@ def test_a_neighbour_changes_no_bit(built: Built) -> None:
 
 @pytest.mark.parametrize("forms", [{"dtype": "bfloat16"}, {"quant": "int8"}, {"quant": "int4"}])
 def test_other_forms_compute_the_same_in_chunks(built: Built, forms: dict[str, Any]) -> None:
-    """Oracle: the same weights in one prefill, teacher-forced: mean 1e-2 of the range. A router of
-    12 experts turns to another one when its input is rounded (seen: 3e-2), which is far from what
-    a wrong weight does (unrelated logits: 0.2)."""
+    """Oracle: the same weights in one prefill, teacher-forced: mean 1e-2 of the range. Where a
+    router turns to another expert because its input was rounded, that row and, through recurrent
+    state, those after it are another model's: there the median row tells (seen: 2.7e-2; unrelated
+    logits: 0.2)."""
     decoder = load(built.folder, **forms).decoder
     mixture = any(isinstance(layer.feed_forward, MoeSpec) for layer in decoder.spec.layers)
     ids = built.oracle.path[:80]
     whole = in_passes(decoder, new_state(decoder), ids, [80])
     chunks = in_passes(decoder, new_state(decoder), ids, [33, 1, 7])
-    mean = float((chunks - whole).abs().mean() / (whole.max() - whole.min()))
-    assert mean < (8e-2 if mixture else 1e-2)
+    rows = (chunks - whole).abs().mean(-1) / (whole.max() - whole.min())
+    assert float(rows.median()) < 5e-2 if mixture else float(rows.mean()) < 1e-2
 
 
 def test_the_spec_is_that_of_the_saved_folder(built: Built) -> None:
