@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines over a tiny random model for the tests of the runtime."""
+"""Engines over tiny random models for the tests of the runtime."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +10,13 @@ import torch
 
 from freetoken_runtime.config import EngineConfig, read_host, resolve
 from freetoken_runtime.engine import Engine
+from freetoken_runtime.engine_cases import KINDS, CheckedEngine
 from freetoken_runtime.testing import build_checkpoint
-from freetoken_runtime.weights import load
+from freetoken_runtime.weights import LoadedModel, load
 from freetoken_storage.records import Snapshots
 
 EngineMaker = Callable[..., Engine]
+CheckedMaker = Callable[..., CheckedEngine]
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +25,49 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     build_checkpoint(folder, "llama")
     return folder
+
+
+@pytest.fixture(scope="session")
+def kind_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with a small model of each of KINDS, built when first asked for: 8,192 positions."""
+    folders: dict[str, Path] = {}
+
+    def build(kind: str) -> Path:
+        if kind not in folders:
+            folder = tmp_path_factory.mktemp(kind)
+            KINDS[kind].build(folder, max_position_embeddings=8192)
+            folders[kind] = folder
+        return folders[kind]
+
+    return build
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    """Every kind of state in turn."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def model(kind: str, kind_folder: Callable[[str], Path]) -> LoadedModel:
+    """A small model of every kind of state in turn."""
+    return load(kind_folder(kind))
+
+
+@pytest.fixture
+def checked(model: LoadedModel) -> Iterator[CheckedMaker]:
+    """`checked(snapshots=None, **EngineConfig fields)`: a checked engine over the model, closed at
+    the end of the test."""
+    made: list[CheckedEngine] = []
+
+    def make(snapshots: Snapshots | None = None, **fields: Any) -> CheckedEngine:
+        made.append(CheckedEngine(model, snapshots, **fields))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
 
 
 @pytest.fixture
