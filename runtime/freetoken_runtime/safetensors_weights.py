@@ -26,7 +26,7 @@ from .weight_source import Names, Stored, WeightSource
 
 INDEX_NAME = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_TIED_HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"
 _REPLACED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that the spec's rope replaces
 # What of a larger model the text part does without; anything else unused is an error.
 _SKIPPABLE = {
@@ -60,7 +60,7 @@ class SafetensorsFolder(WeightSource):
         super().__init__(folder, spec, names if place is None else _placed(names, place))
         self._drop_what_the_text_part_lacks()
         if spec.tied_head:
-            self._drop_copy_of_tied_head(_TIED_HEAD if place is None else place(_TIED_HEAD))
+            self._drop_copy_of_tied_head(_HEAD if place is None else place(_HEAD))
 
     @property
     def files(self) -> Sequence[Path]:
@@ -118,7 +118,8 @@ def _text_prefix(stored: Collection[str]) -> Callable[[str], str] | None:
     if any(name.startswith("model.language_model.") for name in stored):
         return lambda name: re.sub(r"^model\.", "model.language_model.", name)
     if any(name.startswith("language_model.model.") for name in stored):
-        return lambda name: f"language_model.{name}"
+        head_outside = _HEAD in stored
+        return lambda name: name if name == _HEAD and head_outside else f"language_model.{name}"
     return None
 
 

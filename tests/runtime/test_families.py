@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from freetoken_runtime.family_configs import FAMILY_CONFIGS
 from freetoken_runtime.models.decoder import Decoder
 from freetoken_runtime.models.registry import FAMILIES, read_spec
 from freetoken_runtime.oracle import MODES, Oracle, distance, forward, in_passes, new_state
 from freetoken_runtime.specs.moe import MoeSpec
-from freetoken_runtime.testing import FAMILY_CONFIGS, build_checkpoint, family_config
+from freetoken_runtime.testing import build_checkpoint, family_config
 from freetoken_runtime.weights import load, open_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # tiny matrices: a team only costs
