@@ -41,6 +41,26 @@ torch.save(results, sys.argv[2])
 """
 
 
+# At the shapes of a layer of Qwen3.6-35B-A3B and of a small odd one: heads, repeat, Dk, Dv.
+COMPILER = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from freetoken_runtime.kernels.gated_delta import triton as kernel
+for heads, repeat, key_dim, dim in ((32, 2, 128, 128), (6, 3, 12, 20)):
+    sizes = dict(heads=heads, repeat=repeat, key_dim=key_dim, dim=dim, size=kernel.CHUNK, strip=32)
+    sizes["keys"] = kernel._block(key_dim)
+    for function in (kernel._step, kernel._chunk_maps, kernel._apply):
+        names = [parameter.name for parameter in function.params]
+        kinds = {n: "*fp32" for n in names} | {"count": "i32"} | dict.fromkeys(sizes, "constexpr")
+        kinds = {n: kinds[n] for n in names}
+        known = {(i,): sizes[n] for i, n in enumerate(names) if n in sizes}
+        source = ASTSource(fn=function, signature=kinds, constexprs=known)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        print(function.__name__, len(compiled.asm["cubin"]))
+"""
+
+
 def draw(rows: int, shape: tuple[int, int, int, int], seed: int = 0) -> Case:
     """Arguments whose memory goes on with NaN behind the last row of each."""
     key_heads, heads, key_dim, dim = shape
@@ -78,20 +98,22 @@ def cases() -> dict[str, tuple[str, list[int], Case]]:
     return table | {f"{x} strong": ("scan", [40], strong(x)) for x in STRENGTHS}
 
 
+def run_with_triton(script: str, *arguments: Path, **environment: str) -> str:
+    """What a process of its own prints."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed (extra 'gpu')")
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What the kernels gave for every case, and the arguments after it."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed (extra 'gpu')")
     folder: Path = tmp_path_factory.mktemp("triton")
     torch.save(cases(), folder / "cases")
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(folder / "cases"), str(folder / "results")],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run_with_triton(RUNNER, folder / "cases", folder / "results", TRITON_INTERPRET="1")
     loaded: Results = torch.load(folder / "results")
     return loaded
 
@@ -136,6 +158,14 @@ def test_decays_of_any_strength(results: Results, strength: float) -> None:
     expected, last = reference.scan(*case[:5], case[5].double())
     out, after, _ = results[f"{strength} strong"]
     assert error(out, expected) < 2e-6 and error(after, last) < 2e-6
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """Oracle: Triton's compiler down to machine code of sm_90; nothing is run."""
+    printed = run_with_triton(COMPILER, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    sizes = [int(line.split()[1]) for line in printed.splitlines()]
+    assert len(sizes) == 6 and min(sizes) > 0
 
 
 def test_a_cpu_never_meets_triton() -> None:
