@@ -208,6 +208,10 @@ class Branch:
         """The path to any node of the session; its tail is closed."""
         return self._path_at(Head(node, "closed"))
 
+    def recent_paths(self) -> list[Path]:
+        """Paths that this handle has left lately, the newest first; their tails are closed."""
+        return [Path(places) for places in reversed(list(self._recent.values()))]
+
     def past_heads(self) -> list[Head]:
         """Every head in this branch's log, the current one included."""
         return [head for head in self._heads() if head is not None] + [self.head]

@@ -8,18 +8,18 @@ from typing import Any, Literal, Self
 
 from freetoken_storage.errors import BranchNotFound, SessionConflict
 
-from . import views
+from . import prices, views
 from .branch import Branch, StepGroup
 from .codec import BranchBody, pack_branch
 from .errors import GenerationConflict, NothingToGenerate
 from .forks import create_named
 from .handle import Handle, why_closed
 from .layout import Layout, ids_before, new_call_id, new_segment_id
-from .model import Model, PathPlan
+from .model import Model, PathPlan, PathUsage
 from .pairing import open_calls
 from .parsing import SegmentDone
 from .path import Body, Path, Place, Tail
-from .segments import ReusePlan, Segment
+from .segments import ReusePlan, Segment, Usage
 
 
 class Draft:
@@ -48,6 +48,7 @@ class Draft:
         self._busy = True
         self._group = StepGroup("generate")
         self._base = path
+        self._earlier = handle.earlier()
         self._path = path
         self._joins = path.tail != "closed"
         self._opener: tuple[int, ...] = opener.ids
@@ -77,12 +78,28 @@ class Draft:
 
     @property
     def anchors(self) -> tuple[int, ...]:
-        """Segment ends: positions at which keeping a state is of use to later edits."""
-        return tuple(end for end in self._base.ends if 0 < end < len(self.ids))
+        """Where to keep states of `ids` for later edits."""
+        return self._base.anchors
+
+    @property
+    def lasting_anchors(self) -> tuple[int, ...]:
+        """Those that other paths will go on from."""
+        return self._base.lasting_anchors
 
     def plan(self) -> tuple[ReusePlan, PathPlan | None]:
         """The price of `ids`, and the model's own form of it, if it can forward them."""
-        return views.priced(self.model, self._base, self.ids)
+        return prices.priced(self.model, self._base, self.ids, self._earlier)
+
+    def paid(self, usage: PathUsage, announced: ReusePlan, thinking_tokens: int) -> Usage:
+        """The model's counts, with the reason for what it forwarded."""
+        return prices.paid(
+            usage,
+            announced,
+            self._base,
+            self.ids,
+            self._earlier,
+            thinking_tokens=thinking_tokens,
+        )
 
     def _new_call_id(self) -> str:
         """9 alphanumerics that no call of the path has."""

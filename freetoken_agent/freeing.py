@@ -15,6 +15,7 @@ from freetoken_storage.records import Sessions
 from .branch import Branch
 from .handle import Backing
 from .model import Model
+from .path import common_length
 
 _KEY = "fingerprints"
 
@@ -64,21 +65,6 @@ def exclusive_paths(sessions: Sessions, name: str) -> list[tuple[tuple[int, ...]
         if start < len(ids):
             found.append((ids, start))
     return found
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading ids two paths share."""
-    count = min(len(a), len(b))
-    if a[:count] == b[:count]:
-        return count
-    low, high = 0, count
-    while low + 1 < high:  # slices compare much faster than single ids
-        middle = (low + high) // 2
-        if a[:middle] == b[:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def leaves(sessions: Sessions, name: str) -> Iterator[tuple[int, ...]]:

@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -21,8 +20,8 @@ from freetoken_storage.errors import FreetokenError
 
 from .events import GenerationEvent
 from .generate_options import GenerateKwargs, GenerateOptions
-from .model_step import ModelStep, usage_of
-from .segments import Reply, Usage
+from .model_step import ModelStep
+from .segments import Reply
 
 if TYPE_CHECKING:
     from .session import Session
@@ -34,7 +33,6 @@ __all__ = [
     "Reply",
     "generate_sync",
     "reply",
-    "warm",
 ]
 
 _log = logging.getLogger(__name__)
@@ -262,13 +260,3 @@ def generate_sync(session: "Session", **options: Unpack[GenerateKwargs]) -> Repl
         step.close()
     assert step.reply is not None, "a finished step has a reply or has raised"
     return step.reply
-
-
-async def warm(session: "Session") -> Usage:
-    """Forward the head's path where its state is missing, the last row included. It prices what a
-    plan at a closed head says, and costs nothing the second time."""
-    model = session.model
-    ids = session.ids()
-    ends = list(accumulate(s.frame_tokens + s.num_tokens for s in session.path()))
-    usage = await anyio.to_thread.run_sync(lambda: model.warm(ids, anchors=ends))
-    return usage_of(usage)

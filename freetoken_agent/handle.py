@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from freetoken_storage.records import Sessions, Snapshots
 
-from . import views
+from . import prices, views
 from .binding import Binding
 from .branch import Branch
 from .codec import SessionBody
+from .earlier import EarlierPaths
 from .errors import InvalidEdit, SessionBusy, SessionReadOnly, TemplateUnsupported
 from .items import ASSISTANT_KINDS
 from .layout import Layout
@@ -189,10 +190,15 @@ class Handle:
             model, layout = self.writable()
             before = self.path
             after = rewrite(layout, before)
-            made = describe(before, after, plan_of(model, layout, after))
+            made = describe(before, after, plan_of(model, layout, after, self.earlier(before)))
             if not made.changed or dry_run:
                 return made
             return made.model_copy(update={"log_id": self._accept(label, after)})
+
+    def earlier(self, before: Path | None = None) -> EarlierPaths:
+        """Where to look for what stood in a place before; `before`: where an edit starts."""
+        context = self.context
+        return EarlierPaths(context.sessions, context.name, self.branch, before)
 
     @contextmanager
     def batch(self, label: str) -> Iterator[Batch]:
@@ -288,5 +294,11 @@ def next_ids(layout: Layout, path: Path, thinking: bool | None) -> tuple[int, ..
         return path.ids
 
 
-def plan_of(model: Model, layout: Layout, path: Path, thinking: bool | None = None) -> ReusePlan:
-    return views.price(model, path, next_ids(layout, path, thinking))
+def plan_of(
+    model: Model,
+    layout: Layout,
+    path: Path,
+    earlier: EarlierPaths,
+    thinking: bool | None = None,
+) -> ReusePlan:
+    return prices.price(model, path, next_ids(layout, path, thinking), earlier)

@@ -172,6 +172,7 @@ class LocalModel:
         sampling: SamplingOptions,
         *,
         anchors: Sequence[int] = (),
+        lasting: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
         announced: PathPlan | None = None,
@@ -182,13 +183,20 @@ class LocalModel:
             ids,
             SamplingParams(**{f.name: getattr(sampling, f.name) for f in fields(sampling)}),
             anchors=anchors,
+            lasting=lasting,
             anchor_after=anchor_after,
             on_progress=on_progress,
             announced=announced,
         )
 
-    def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
-        return self.engine.warm(ids, anchors=anchors)
+    def warm(
+        self,
+        ids: Sequence[int],
+        *,
+        anchors: Sequence[int] = (),
+        lasting: Sequence[int] = (),
+    ) -> PathUsage:
+        return self.engine.warm(ids, anchors=anchors, lasting=lasting)
 
     def forget(self, ids: Sequence[int], start: int) -> int:
         return 0 if self._engine is None else self._engine.forget(ids, start)

@@ -147,17 +147,25 @@ class Model(Protocol):
         sampling: SamplingOptions,
         *,
         anchors: Sequence[int] = (),
+        lasting: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
         announced: PathPlan | None = None,
     ) -> TokenStream:
         """Forward what is missing of `ids`, then sample. `anchors`: positions to keep states at;
-        `anchor_after`: ids after which generated text gets one; `on_progress(done, total)` counts
-        prefilled rows and is called from the engine's thread. `announced`: the plan of `ids` that
-        was shown before; `usage.changed` says why it did not come true."""
+        `lasting`: those that many paths will go on from, kept longest; `anchor_after`: ids after
+        which generated text gets one; `on_progress(done, total)` counts prefilled rows and is
+        called from the engine's thread. `announced`: the plan of `ids` that was shown
+        before; `usage.changed` says why it did not come true."""
 
-    def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
-        """Bring the state of `ids` up to date, the last row included."""
+    def warm(
+        self,
+        ids: Sequence[int],
+        *,
+        anchors: Sequence[int] = (),
+        lasting: Sequence[int] = (),
+    ) -> PathUsage:
+        """Bring the state of `ids` up to date, the last row included; anchors as in `generate`."""
 
     def forget(self, ids: Sequence[int], start: int) -> int:
         """Drop every state, in RAM and on disk, of any path that begins with ids[: start + 1],

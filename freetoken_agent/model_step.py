@@ -14,7 +14,7 @@ from .draft import Draft
 from .events import GenerationEvent
 from .generate_options import GenerateOptions
 from .model import Model, PathPlan, PathUsage, TokenStream
-from .segments import FinishReason, Reply, Segment, Usage
+from .segments import FinishReason, Reply, ReusePlan, Segment
 
 if TYPE_CHECKING:
     from .session import Session
@@ -36,7 +36,8 @@ class ModelStep:
         self._options = options
         self._index = index
         self._draft: Draft | None = None
-        self._announced: PathPlan | None = None
+        self._plan: ReusePlan | None = None
+        self._announced: PathPlan | None = None  # the same, as the model made it
         self._stream: TokenStream | None = None
         self._pending: parsing.SegmentDone | None = None
         self._segments: list[Segment] = []
@@ -109,8 +110,8 @@ class ModelStep:
         self._parser = parsing.StreamParser(
             draft.model.format, draft.model.tokenizer, kind=draft.kind, after=draft.ids
         )
-        plan, self._announced = draft.plan()
-        return [events.PlanReady(**self._place(draft), plan=plan)]
+        self._plan, self._announced = draft.plan()
+        return [events.PlanReady(**self._place(draft), plan=self._plan)]
 
     def _start(self, draft: Draft) -> TokenStream:
         ends = draft.model.format.closers | draft.model.tokenizer.stop_ids
@@ -120,7 +121,8 @@ class ModelStep:
             draft.ids,
             replace(sampling, stop_ids=self._stops),
             anchors=draft.anchors,
-            anchor_after=ends | segment_enders(draft.model),
+            lasting=draft.lasting_anchors,
+            anchor_after=ends | segment_borders(draft.model),
             on_progress=self._note_progress,
             announced=self._announced,
         )
@@ -201,7 +203,7 @@ class ModelStep:
             made += self._end_turn(draft)
         elif self._pending is not None:
             made += self._commit(draft, "partial" if self._pending.partial else "open")
-        self.reply = self._reply(reason, usage)
+        self.reply = self._reply(draft, reason, usage)
         self.finished = True
         made.append(events.ReplyFinished(**self._place(draft), reply=self.reply))
         draft.finish()
@@ -236,7 +238,10 @@ class ModelStep:
         finally:
             draft.release()
 
-    def _reply(self, reason: Literal["stop", "length", "cancelled"], usage: PathUsage) -> Reply:
+    def _reply(
+        self, draft: Draft, reason: Literal["stop", "length", "cancelled"], usage: PathUsage
+    ) -> Reply:
+        assert self._plan is not None, "a step that ends was priced when it began"
         calls = tuple(s for s in self._segments if s.kind == "tool_call")
         thoughts = [s for s in self._segments if s.kind == "thinking"]
         finish: FinishReason = "tool_calls" if reason == "stop" and calls else reason
@@ -246,7 +251,7 @@ class ModelStep:
             calls=calls,
             segments=tuple(self._segments),
             finish_reason=finish,
-            usage=usage_of(usage, thinking_tokens=sum(t.num_tokens for t in thoughts)),
+            usage=draft.paid(usage, self._plan, sum(t.num_tokens for t in thoughts)),
         )
 
     def _note_progress(self, done: int, total: int) -> None:
@@ -269,24 +274,12 @@ def _is_of_call(event: parsing.ParseEvent) -> bool:
     return isinstance(event, parsing.CallStarted | parsing.CallDelta)
 
 
-def segment_enders(model: Model) -> frozenset[int]:
-    """Control ids that the model writes right after a thought or at the end of a call: a state kept
-    there serves an edit of what follows."""
+def segment_borders(model: Model) -> frozenset[int]:
+    """Control ids that the model writes right after a thought, at the start of a call or at its
+    end: a state kept there serves an edit of what follows."""
     markup = model.format.markup
+    markers = (*markup.start, *markup.text, *markup.thinking, *markup.after_call)
     literals = [marker.core for marker in markup.thinking if marker.target == "text"]
+    literals += [marker.core for marker in markers if marker.target == "call"]
     ends = [model.tokenizer.split_frame(text)[-1:] for text in (*literals, markup.call_end) if text]
     return frozenset(part for end in ends for part in end if isinstance(part, int))
-
-
-def usage_of(usage: PathUsage, thinking_tokens: int = 0) -> Usage:
-    """The model's counts, with what only the agent layer knows."""
-    return Usage(
-        input_tokens=usage.input_tokens,
-        reused_tokens=usage.reused_tokens,
-        prefill_tokens=usage.prefill_tokens,
-        output_tokens=usage.output_tokens,
-        thinking_tokens=thinking_tokens,
-        ttft_s=usage.ttft_s,
-        decode_s=usage.decode_s,
-        changed=usage.changed,
-    )

@@ -182,6 +182,16 @@ class Path:
         """How many leading places form the preamble: a system text and tools, each at most once."""
         return preamble_length(self.kinds)
 
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        """Segment ends: positions at which keeping a state is of use to later edits."""
+        return tuple(end for end in self.ends if end)
+
+    @property
+    def lasting_anchors(self) -> tuple[int, ...]:
+        """The ends of system and tools, from where every path with the same ones goes on."""
+        return tuple(end for end in self.ends[: self.preamble_length] if end)
+
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         return tuple(place.kind for place in self.places)
@@ -280,3 +290,18 @@ def turn_state(left: Kind, right: Kind, *, joins: bool) -> Tail:
     if not joins:
         return "closed"
     return "partial" if continues(left, right) else "open"
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading ids two paths share."""
+    count = min(len(a), len(b))
+    if a[:count] == b[:count]:
+        return count
+    low, high = 0, count
+    while low + 1 < high:  # slices compare much faster than single ids
+        middle = (low + high) // 2
+        if a[:middle] == b[:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -6,10 +6,11 @@ real engines are compared with.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Literal
 
-from freetoken_storage.errors import StoreDamaged
+from freetoken_storage.errors import StorageError, StoreDamaged
 from freetoken_storage.records import Snapshot, SnapshotReader, Snapshots
 
 from .model import PathMiss, PathPlan
@@ -54,12 +55,14 @@ class Ledger:
         total = len(ids)
         ram, ram_row = self._in_ram(ids)
         disk, disk_row = self._on_disk(ids)
+        known = max(ram, disk)
         ram, disk = ram - (ram == total and not ram_row), disk - (disk == total and not disk_row)
         reused = max(ram, disk, 0)
         source: Literal["ram", "disk", "none"] = "ram" if ram >= disk else "disk"
         miss = None
         if reused < total:
             cause = "different_ids" if self._forked(ids, reused) else "never_computed"
+            cause = "no_anchor" if known == total else cause
             miss = PathMiss(position=reused, cause=cause, tokens=total - reused)
         return PathPlan(
             input_tokens=total,
@@ -84,7 +87,8 @@ class Ledger:
         self._paths.append(path)
         self._rows.update(path[:end] for end in anchors)
         if self.snapshots is not None:
-            self.snapshots.put(self._blocks(path, set(anchors)))
+            with suppress(StorageError):  # a state that cannot be stored ends no generation
+                self.snapshots.put(self._blocks(path, set(anchors)))
 
     def forget(self, ids: Sequence[int], start: int) -> int:
         """Drop what lies at or after `start` on any path that begins with ids[: start + 1]."""

@@ -20,6 +20,8 @@ SegmentKind = Literal[
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["caller", "model", "interrupted"]
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+MissPart = Literal["frame", "content", "opener"]
+Change = Literal["edited", "inserted", "removed", "framed", "diverged"]
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -132,13 +134,91 @@ class Turn(_Frozen):
 
 
 class Miss(_Frozen):
-    """Why a plan reuses no more: from `position` on, `tokens` must be forwarded. `segment` is the
-    one that holds the position (its frame included); None inside the generation opener."""
+    """Why no more is reused: up to `position` the path is known, and `tokens` must be forwarded.
+
+    `segment`: the first that differs; it holds the position, in its `content` or in the `frame`
+    before it. None in the generation `opener`.
+
+    `cause`: what is missing there.
+
+    different_ids       a known path goes on with other ids: see `change`
+    never_computed      nothing known goes on from here
+    no_anchor           all is known, but the state at the end was not kept
+    evicted             it was known and gave way to other states
+    damaged             it was stored and failed its checksum
+    fingerprint:<part>  it was computed by a model that differs in <part>
+    context_overflow    the path is longer than the model's context, by `tokens`
+    no_weights          the model was loaded without its weights
+
+    `change`: how other ids came there; `was` stands there on the known path. None where this
+    session holds no such path (another one does, or a purge took it).
+
+    edited    `segment` replaces `was` (or the two replace the same one)
+    inserted  `was` comes later on this path
+    removed   `was` is not on this path; `segment` came later there
+    framed    the segment is the same; the template puts other ids before it
+    diverged  another conversation: neither holds what the other one has there
+
+    `anchor`: the position whose state is restored, at or before `position`; None: nothing is. `gap`
+    of the tokens would have been saved by an anchor at `position`; `dropped` is the deepest anchor
+    in that gap that was there and gave way to the memory budget.
+    """
 
     position: int
     segment: Segment | None
+    part: MissPart
     cause: str
+    change: Change | None = None
+    was: Segment | None = None
     tokens: int
+    anchor: int | None = None
+    gap: int = 0
+    dropped: int | None = None
+
+    def explain(self) -> str:
+        """The same in a sentence for people."""
+        return f"{self._where()}{self._why()}{self._denser()}"
+
+    def _where(self) -> str:
+        if self.segment is None:
+            return "the generation opener"
+        frame = "the frame before " if self.part == "frame" else ""
+        return f"{frame}{_named(self.segment)}"
+
+    def _why(self) -> str:
+        if self.was is None or self.change is None or self.change == "framed":
+            return f": {_CAUSES.get(self.cause, self.cause.replace('_', ' '))}"
+        return f": {_CHANGES[self.change].format(was=_named(self.was))}"
+
+    def _denser(self) -> str:
+        if not self.gap:
+            return ""
+        anchor = "nothing" if self.anchor is None else f"the state at {self.anchor}"
+        said = f"; restores {anchor}, an anchor at {self.position} would save {self.gap} tokens"
+        if self.dropped is not None:
+            said += f" (one at {self.dropped} gave way to the memory budget)"
+        return said
+
+
+_CAUSES = {
+    "different_ids": "other ids were computed there",
+    "never_computed": "new from here",
+    "no_anchor": "known, but its state was not kept",
+    "evicted": "its state was evicted",
+    "damaged": "its stored state is damaged",
+    "context_overflow": "beyond the model's context",
+    "no_weights": "the model has no weights",
+}
+_CHANGES: Mapping[Change, str] = {
+    "edited": "replaces {was}",
+    "inserted": "inserted before {was}",
+    "removed": "follows where {was} was removed",
+    "diverged": "stands where another branch or version has {was}",
+}
+
+
+def _named(segment: Segment) -> str:
+    return f"{segment.kind} {segment.id}"
 
 
 class ReusePlan(_Frozen):
@@ -158,7 +238,8 @@ class ReusePlan(_Frozen):
 
 
 class Usage(_Frozen):
-    """What happened. `changed` says what ran between plan and forward pass, if it mattered.
+    """What happened. `changed` says what ran between plan and forward pass, if it mattered. `miss`
+    says why the tokens that were not reused were not; it is the plan's if nothing ran in between.
     `input_tokens == reused_tokens + prefill_tokens + unforwarded_tokens`."""
 
     input_tokens: int
@@ -169,6 +250,7 @@ class Usage(_Frozen):
     ttft_s: float = 0.0
     decode_s: float = 0.0
     changed: str | None = None
+    miss: Miss | None = None
 
     @property
     def unforwarded_tokens(self) -> int:

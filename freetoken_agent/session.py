@@ -11,7 +11,7 @@ from typing import Any, Unpack, cast
 
 from freetoken_storage.records import MAIN
 
-from . import edits, forks, generation, lookups, purging
+from . import edits, forks, generation, lookups, purging, warming
 from .branch import Branch
 from .draft import Draft
 from .errors import InvalidEdit, PairingError
@@ -285,7 +285,7 @@ class Session(SessionReader):
 
     async def warm(self) -> Usage:
         """Bring the head's state up to date now, the last row included."""
-        return await generation.warm(self)
+        return await warming.warm(self._handle)
 
     async def purge(self, segment: Segment | str) -> PurgeReport:
         """Remove a segment for good: every node below it, every state at or after it, every undo
@@ -336,7 +336,7 @@ class Session(SessionReader):
             branch = handle.branch
             before = branch.path
             after = branch.undone(-steps) if steps < 0 else branch.redone(steps)
-            made = describe(before, after, plan_of(model, layout, after))
+            made = describe(before, after, plan_of(model, layout, after, handle.earlier(before)))
             if dry_run:
                 return made
             log_id = branch.move(steps, after)

@@ -178,7 +178,8 @@ class SessionReader:
         Never waits for a forward pass. SessionReadOnly without a model."""
         model, layout = self._handle.bound()
         parsed = GenerateOptions.parse(options)
-        return plan_of(model, layout, self._handle.path, parsed.thinking)
+        handle = self._handle
+        return plan_of(model, layout, handle.path, handle.earlier(), parsed.thinking)
 
     def diff(self, other: "SessionReader | Segment | str") -> Diff:
         """How another path differs from this one. `other`: a handle on this session, the name of a

@@ -10,8 +10,9 @@ from freetoken_storage.records import Sessions
 from . import codec
 from .binding import bind
 from .branch import Branch
-from .freeing import common_length, leaves
+from .freeing import leaves
 from .local_model import LocalModel
+from .path import common_length
 
 if TYPE_CHECKING:
     from freetoken_runtime import Verification

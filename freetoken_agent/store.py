@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path as FolderPath
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -68,7 +67,7 @@ class Store:
             self._database: Database | MemoryDatabase = MemoryDatabase()
         else:
             self._database = Database(
-                FolderPath(path), read_only=read_only, disk_budget_bytes=disk_budget_bytes
+                path, read_only=read_only, disk_budget_bytes=disk_budget_bytes
             )
         self._lock = threading.Lock()
         self._busy = BusyBranches()

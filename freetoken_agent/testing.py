@@ -106,6 +106,7 @@ class Request:
     sampling: SamplingOptions
     anchors: tuple[int, ...]
     anchor_after: frozenset[int]
+    lasting: tuple[int, ...] = ()
 
 
 Part = str | Think | Call | Raw | Exception
@@ -250,6 +251,7 @@ class ScriptedModel:
         sampling: SamplingOptions,
         *,
         anchors: Sequence[int] = (),
+        lasting: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
         announced: PathPlan | None = None,
@@ -262,7 +264,9 @@ class ScriptedModel:
                     value=len(self.requests),
                     remedy="script one more step",
                 )
-            request = Request(tuple(ids), sampling, tuple(anchors), frozenset(anchor_after))
+            request = Request(
+                tuple(ids), sampling, tuple(anchors), frozenset(anchor_after), tuple(lasting)
+            )
             self.requests.append(request)
             step = self._script.pop(0)
         if callable(step):
@@ -270,13 +274,22 @@ class ScriptedModel:
         output = [*sampling.force, *self.emit(step)]
         return ScriptedStream(self, request, output, on_progress, announced)
 
-    def warm(self, ids: Sequence[int], *, anchors: Sequence[int] = ()) -> PathUsage:
+    def warm(
+        self,
+        ids: Sequence[int],
+        *,
+        anchors: Sequence[int] = (),
+        lasting: Sequence[int] = (),
+    ) -> PathUsage:
         with self._lock:
             self._check(ids)
             plan = self.ledger.plan(ids)
-            forwarded = [end for end in anchors if plan.reused_tokens < end < len(ids)]
+            ends = sorted({*anchors, *lasting})
+            forwarded = [end for end in ends if plan.reused_tokens < end < len(ids)]
             self.ledger.record(ids, [*forwarded, len(ids)])
-            return PathUsage(plan.input_tokens, plan.reused_tokens, plan.prefill_tokens)
+            return PathUsage(
+                plan.input_tokens, plan.reused_tokens, plan.prefill_tokens, miss=plan.miss
+            )
 
     def forget(self, ids: Sequence[int], start: int) -> int:
         with self._lock:
@@ -311,7 +324,7 @@ class ScriptedModel:
         self, request: Request, on_progress: Callable[[int, int], None] | None
     ) -> PathUsage:
         with self._lock:
-            usage = self.warm(request.ids, anchors=request.anchors)
+            usage = self.warm(request.ids, anchors=request.anchors, lasting=request.lasting)
         if on_progress is not None and usage.prefill_tokens:
             on_progress(usage.prefill_tokens, usage.prefill_tokens)
         return usage

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From stored places to the public snapshots: segments, turns, plans, diffs. Reads only."""
+"""From stored places to the public snapshots: segments, turns, diffs. Reads only."""
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
 from .json_values import frozen
-from .model import ContextOverflow, Model, PathPlan
 from .path import Body, Path, Place
-from .segments import ROLES, Diff, Miss, ReusePlan, Segment, Turn
+from .segments import ROLES, Diff, Segment, Turn
 
 FRAME_SUFFIX = ".frame"
 
@@ -114,62 +111,6 @@ def changes(before: Path, after: Path) -> tuple[list[Segment], list[Segment]]:
     added = [i for i, place in enumerate(after.places) if place.body.id not in before.index]
     removed = [i for i, place in enumerate(before.places) if place.body.id not in after.index]
     return segments(after, added), segments(before, removed)
-
-
-def price(model: Model, path: Path, ids: Sequence[int]) -> ReusePlan:
-    """What forwarding `ids` (the path, perhaps with an opener) would cost."""
-    return priced(model, path, ids)[0]
-
-
-def priced(model: Model, path: Path, ids: Sequence[int]) -> tuple[ReusePlan, PathPlan | None]:
-    """The same, with the plan as the model made it; None where it made none."""
-    if not ids:
-        nothing = ReusePlan(
-            input_tokens=0,
-            reused_tokens=0,
-            prefill_tokens=0,
-            source="none",
-            anchor=None,
-            miss=None,
-            predicted_s=0.0,
-        )
-        return nothing, None
-    try:
-        made = model.plan(ids)
-    except ContextOverflow:
-        limit, total = model.context_limit, len(ids)
-        overflow = ReusePlan(
-            input_tokens=total,
-            reused_tokens=0,
-            prefill_tokens=total,
-            source="none",
-            anchor=None,
-            miss=_miss(path, limit, "context_overflow", total - limit),
-            predicted_s=math.inf,
-        )
-        return overflow, None
-    return reuse_plan(made, path), made
-
-
-def reuse_plan(plan: PathPlan, path: Path) -> ReusePlan:
-    """A plan in token positions, with the segment of its miss named."""
-    source: Literal["ram", "disk", "none"] = plan.source
-    miss = plan.miss
-    return ReusePlan(
-        input_tokens=plan.input_tokens,
-        reused_tokens=plan.reused_tokens,
-        prefill_tokens=plan.prefill_tokens,
-        source=source,
-        anchor=plan.anchor,
-        miss=None if miss is None else _miss(path, miss.position, miss.cause, miss.tokens),
-        predicted_s=plan.predicted_s,
-    )
-
-
-def _miss(path: Path, position: int, cause: str, tokens: int) -> Miss:
-    index = path.at(position)
-    named = None if index is None else segments(path, [index])[0]
-    return Miss(position=position, segment=named, cause=cause, tokens=tokens)
 
 
 def diff(here: Path, there: Path) -> Diff:

@@ -97,8 +97,7 @@ def plan_line(plan: "ReusePlan") -> str:
         line += f" from {'memory' if plan.source == 'ram' else 'disk'}"
     line += f", forward {plan.prefill_tokens} (about {plan.predicted_s:.2f} s)"
     if plan.miss is not None:
-        where = f" at {plan.miss.segment.kind} {plan.miss.segment.id}" if plan.miss.segment else ""
-        line += f"; {plan.miss.cause.replace('_', ' ')}{where}"
+        line += f"\n  {plan.miss.explain()}"
     return line
 
 

@@ -64,6 +64,7 @@ class Usage:
     ttft_s: float = 0.0
     decode_s: float = 0.0
     changed: str | None = None  # what ran between the plan and the forward pass, if it mattered
+    miss: PathMiss | None = None  # why no more was reused, where the request itself found out
 
     @property
     def unforwarded_tokens(self) -> int:

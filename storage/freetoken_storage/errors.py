@@ -12,6 +12,7 @@ FreetokenError
     ├── StoreNewer           written by a newer format
     ├── StoreDamaged         truncated, foreign or altered bytes
     ├── StoreMismatch        the store belongs to another model
+    ├── GgufDamaged          no whole GGUF file (defined in `gguf`)
     ├── WriteFailed          the disk refused a write for another reason than space
     ├── InvalidName          a session or branch name that cannot be a key
     ├── InvalidRecord        a record that would not fit the store, or an unknown node

@@ -12,6 +12,7 @@ from freetoken_agent.model import (
     ContextOverflow,
     Model,
     ModelClosed,
+    PathMiss,
     PathUsage,
     SamplingOptions,
     Token,
@@ -170,7 +171,9 @@ def test_reuse_is_counted_from_what_was_forwarded() -> None:
     plan = model.plan(edited)
     assert (plan.reused_tokens, plan.prefill_tokens, plan.source) == (40, 60, "ram")
     assert plan.miss is not None and (plan.miss.position, plan.miss.cause) == (40, "different_ids")
-    assert model.warm(prompt + ids) == PathUsage(104, 103, 1)
+    miss = PathMiss(103, "never_computed", 1)
+    assert model.warm(prompt + ids) == PathUsage(104, 103, 1, miss=miss)
+    assert model.plan(prompt[:70]).miss == PathMiss(69, "no_anchor", 1)
     assert model.plan(prompt + ids).prefill_tokens == 0
     model.ledger.drop_ram()
     assert model.plan(prompt).source == "none"
