@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads past the page cache: any stretch of any file, many at once, into memory of the caller's.
+
+    wanted          |     offset ........ offset + length        |
+    read            | block | block | block | block | block | block |     blocks of 4,096 bytes
+    pieces            whole blocks of at least 1 MiB each, so that one large read runs several deep
+
+Reads are `preadv` in threads that hold no lock of the interpreter. A short read is completed or is
+an error. Memory that was touched before takes no page faults.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from .weights import RECORD_ALIGNMENT, FtwTruncated, aligned
+
+PIECE_BYTES = 1 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only; elsewhere every read is buffered
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # a file system without direct reads
+
+# (descriptor, buffers, offset) -> bytes read; `os.preadv`.
+Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A stretch of a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+    @property
+    def start(self) -> int:
+        """Where the blocks begin that hold it."""
+        return self.offset - self.offset % RECORD_ALIGNMENT
+
+    @property
+    def room(self) -> int:
+        """Bytes of those blocks: what a buffer for it must hold."""
+        return aligned(self.offset + self.length, RECORD_ALIGNMENT) - self.start
+
+
+class AlignedBuffer:
+    """Anonymous memory on page boundaries, touched once so that reads into it fault no more. Freed
+    when the last view of it is gone."""
+
+    def __init__(self, size_bytes: int) -> None:
+        size = aligned(max(1, size_bytes), RECORD_ALIGNMENT)
+        self.view = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self.view[::RECORD_ALIGNMENT] = bytes(size // RECORD_ALIGNMENT)
+
+
+class Pending:
+    """A read under way into memory that must not be used before `result`."""
+
+    def __init__(self, pieces: Sequence[Future[None]], view: memoryview) -> None:
+        self._pieces = pieces
+        self._view = view
+
+    def result(self) -> memoryview:
+        """The bytes asked for, a view into the caller's buffer; waits for them. FtwTruncated."""
+        error: BaseException | None = None
+        for piece in self._pieces:  # all of them: none may write into the buffer later
+            error = piece.exception() or error
+        if error is not None:
+            raise error
+        return self._view
+
+
+class DirectReader:
+    """Reads with up to `depth` requests at the disk. Thread-safe; a context manager.
+
+    `buffered`: files whose file system refuses direct reads; they go through the page cache.
+    """
+
+    def __init__(
+        self, depth: int = 4, *, piece_bytes: int = PIECE_BYTES, preadv: Preadv = os.preadv
+    ) -> None:
+        self.depth = depth
+        self.buffered: frozenset[Path] = frozenset()
+        self._piece_bytes = aligned(piece_bytes, RECORD_ALIGNMENT)
+        self._preadv = preadv
+        self._pool = ThreadPoolExecutor(depth, "weights")
+        self._descriptors: dict[Path, int] = {}
+        self._lock = Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is under way; then nothing can be submitted."""
+        self._pool.shutdown()
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors = {}
+
+    def submit(self, extent: Extent, into: memoryview) -> Pending:
+        """Begin to read; `into` begins on a page boundary and has the extent's `room`. FtwTruncated
+        if the file is absent."""
+        assert into.format == "B" and len(into) >= extent.room, (into.format, len(into), extent)
+        assert _address(into) % RECORD_ALIGNMENT == 0, "the buffer is not on a page boundary"
+        descriptor = self._open(extent.path)
+        size = extent.room
+        count = max(1, min(self.depth, size // self._piece_bytes))
+        step = aligned(-(-size // count), RECORD_ALIGNMENT)
+        pieces = []
+        for begin in range(0, size, step):
+            end = min(begin + step, size)
+            # Behind the extent's own bytes the file may end.
+            needed = min(end, extent.offset + extent.length - extent.start) - begin
+            job = (descriptor, into[begin:end], extent.start + begin, needed, extent.path)
+            pieces.append(self._pool.submit(self._read, *job))
+        first = extent.offset - extent.start
+        return Pending(pieces, into[first : first + extent.length])
+
+    def read(self, extent: Extent, into: memoryview) -> memoryview:
+        """`submit`, and wait."""
+        return self.submit(extent, into).result()
+
+    def _read(
+        self, descriptor: int, buffer: memoryview, offset: int, needed: int, path: Path
+    ) -> None:
+        done = 0
+        while done < needed:
+            start = done - done % RECORD_ALIGNMENT  # a direct read goes on from a whole block
+            count = self._preadv(descriptor, [buffer[start:]], offset + start)
+            if start + count <= done:
+                raise FtwTruncated(
+                    f"{path} ends early",
+                    value=f"{offset + done} bytes",
+                    limit=f"{offset + needed} bytes",
+                    remedy="convert or download the model again",
+                )
+            done = start + count
+
+    def _open(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = self._descriptor(path)
+            return self._descriptors[path]
+
+    def _descriptor(self, path: Path) -> int:
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+        try:
+            return os.open(path, flags | _DIRECT)
+        except FileNotFoundError as error:
+            raise FtwTruncated(f"{path} is missing") from error
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+        self.buffered |= {path}
+        return os.open(path, flags)
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

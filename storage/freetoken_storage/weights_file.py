@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An FTW folder, opened for reading: `weights` has the format.
+
+mapped   the shard's own pages, checked once per opening: for weights that stay in RAM
+submit   past the page cache into the caller's memory, checked each time: for what comes and goes
+"""
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock, local
+
+import xxhash
+
+from .weights import (
+    HEADER_NAME,
+    MAX_HEADER_BYTES,
+    FtwAltered,
+    FtwError,
+    FtwTruncated,
+    Header,
+    Record,
+    decode,
+)
+from .weights_direct import DirectReader, Extent, Pending
+
+_CHUNK_BYTES = 1 << 20
+_REMEDY = "convert the model again"
+
+
+def is_weights_folder(folder: Path) -> bool:
+    """Whether a folder holds, or was meant to hold, FTW weights."""
+    return (folder / HEADER_NAME).is_file()
+
+
+@dataclass(frozen=True)
+class PendingRecord:
+    """A record that is being read into the caller's memory."""
+
+    record: Record
+    path: Path
+    pending: Pending
+
+    def result(self) -> memoryview:
+        """The record's bytes, checked; waits for them. FtwTruncated, FtwAltered."""
+        view = self.pending.result()
+        _check(self.record, self.path, xxhash.xxh3_128_hexdigest(view))
+        return view
+
+
+class WeightsFile:
+    """Records of one folder, by name. Thread-safe. What was mapped stays valid as long as it is
+    used, also after the folder was deleted or replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the header and compare every file's size, and the small files' checksums, with it.
+        FtwForeign, FtwNewer, FtwTruncated, FtwAltered, FtwTooLarge."""
+        self.folder = folder
+        header, self.digest = decode(_read_header(folder / HEADER_NAME), folder / HEADER_NAME)
+        self.header: Header = header
+        self.records: Mapping[str, Record] = {record.name: record for record in header.records}
+        for name, size in header.shards.items():
+            _check_size(folder / name, size)
+        for file in header.files:
+            path = folder / file.name
+            _check_size(path, file.size_bytes)
+            if xxhash.xxh3_128_hexdigest(path.read_bytes()) != file.xxh3:
+                raise FtwAltered(f"{path} is not the file that was converted", remedy=_REMEDY)
+        self._maps: dict[str, memoryview] = {}
+        self._checked: set[str] = set()
+        self._lock = Lock()
+        self._scratch = local()
+
+    def extent(self, name: str) -> Extent:
+        """Where a record's bytes lie, for a reader of one's own, which has to check them."""
+        record = self.records[name]
+        return Extent(self.folder / record.shard, record.offset, record.layout.size_bytes)
+
+    def mapped(self, name: str) -> memoryview:
+        """A record's bytes in the page cache: no memory of the process's own as long as nobody
+        writes to them (what is written stays in the process). FtwTruncated, FtwAltered."""
+        record = self.records[name]
+        with self._lock:
+            if record.shard not in self._maps:
+                self._maps[record.shard] = _map(self.folder / record.shard)
+            shard, known = self._maps[record.shard], name in self._checked
+        if not known:
+            self._check_in_cache(record)
+            with self._lock:
+                self._checked.add(name)
+        return shard[record.offset : record.stop]
+
+    def submit(self, name: str, reader: DirectReader, into: memoryview) -> PendingRecord:
+        """Begin to read a record into memory on a page boundary with room for its extent."""
+        extent = self.extent(name)
+        return PendingRecord(self.records[name], extent.path, reader.submit(extent, into))
+
+    def read(self, name: str, reader: DirectReader, into: memoryview) -> memoryview:
+        """`submit`, and wait. FtwTruncated, FtwAltered."""
+        return self.submit(name, reader, into).result()
+
+    def _check_in_cache(self, record: Record) -> None:
+        """Read through the page cache, which reads ahead where touching mapped pages would not,
+        and cannot crash where the file has become shorter."""
+        if not hasattr(self._scratch, "buffer"):
+            self._scratch.buffer = memoryview(bytearray(_CHUNK_BYTES))
+        buffer: memoryview = self._scratch.buffer
+        path = self.folder / record.shard
+        digest, at = xxhash.xxh3_128(), record.offset
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            while at < record.stop:
+                part = buffer[: min(len(buffer), record.stop - at)]
+                count = os.preadv(descriptor, [part], at)
+                if count == 0:
+                    raise _truncated(path, at, record.stop)
+                digest.update(part[:count])
+                at += count
+        finally:
+            os.close(descriptor)
+        _check(record, path, digest.hexdigest())
+
+
+def _read_header(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_HEADER_BYTES + 4096)
+    except FileNotFoundError as error:
+        raise FtwTruncated(
+            f"{path.parent} has no {HEADER_NAME}", remedy="run the conversion to its end"
+        ) from error
+    except OSError as error:
+        raise FtwError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _check_size(path: Path, expected: int) -> None:
+    if not path.is_file():
+        raise FtwTruncated(f"{path} is missing", remedy=_REMEDY)
+    size = path.stat().st_size
+    if size < expected:
+        raise _truncated(path, size, expected)
+    if size > expected:
+        raise FtwAltered(f"{path} is longer than it was", value=size, limit=expected)
+
+
+def _truncated(path: Path, size_bytes: int, expected: int) -> FtwTruncated:
+    return FtwTruncated(
+        f"{path} is truncated",
+        value=f"{size_bytes} bytes",
+        limit=f"{expected} bytes",
+        remedy=_REMEDY,
+    )
+
+
+def _map(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        try:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        except (OSError, ValueError) as error:
+            raise FtwError(f"{path} cannot be mapped: {error}") from error
+
+
+def _check(record: Record, path: Path, found: str) -> None:
+    if found != record.xxh3:
+        raise FtwAltered(
+            f"record {record.name!r} in {path} fails its checksum", value=found, remedy=_REMEDY
+        )
