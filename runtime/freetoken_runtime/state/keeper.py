@@ -109,7 +109,7 @@ class StateKeeper:
             rank = max(rank, known.rank)
         stale = bool(sequence.replay)
         anchor = Anchor(row.clone(), sequence.fixed_at(position), rank, stale)
-        sequence.anchors = {**sequence.anchors, position: self._counted(anchor)}
+        sequence.anchors[position] = self._counted(anchor)
         limit_bytes = self._budget.anchor_limit_bytes
         if self._budget.anchors.used_bytes > limit_bytes:
             self.persist(resident)
@@ -283,7 +283,7 @@ class StateKeeper:
                 lost = lost or "evicted"
                 sequence.truncate(sequence.restorable(len(ids) - 1))
             else:
-                sequence.anchors = {**sequence.anchors, len(ids): anchor}
+                sequence.anchors[len(ids)] = anchor
                 row = anchor.row
         return Acquired(resident, route, sequence.length - sequence.replay, row, lost)
 

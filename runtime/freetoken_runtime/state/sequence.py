@@ -170,7 +170,7 @@ class Sequence:
 
     def resume(self, anchor: Anchor) -> None:
         """Go on from rows that were loaded, with the anchor that belongs to their end."""
-        self.anchors = {**self.anchors, self._length: anchor}
+        self.anchors[self._length] = anchor
         self._fixed, self.replay = self._state_at(self._length)
 
     def replay_at(self, position: int) -> int:
