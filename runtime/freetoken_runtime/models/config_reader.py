@@ -15,7 +15,7 @@ from ..errors import UnsupportedConfig, UnsupportedQuantization
 HARMLESS_KEYS = frozenset(
     """
     _attn_implementation_autoset _flash_attn_2_enabled _name_or_path architectures
-    attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
     chunk_size_feed_forward classifier_dropout cross_attention_hidden_size decoder_start_token_id
     diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
     eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
