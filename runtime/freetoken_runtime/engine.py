@@ -281,7 +281,7 @@ class Engine:
         chosen = None if positions is None else check_anchors(positions, len(path))
         config, disk = self._config, self._lookup.disk
         exact = config.dtype == "float32" and config.quant is None
-        tools = Tools(self._model.spec, self._runner, self._keeper, self._index, disk, exact)
+        tools = Tools(self._model.decoder, self._runner, self._keeper, self._index, disk, exact)
         run = Run(tools, path, chosen, config.prefill_chunk)
         return run.drive(self._owner, on_progress, cancelled)
 

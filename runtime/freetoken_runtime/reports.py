@@ -98,7 +98,9 @@ class Verification:
     """What a cold pass says of the stored states of a path. `compared`: the tensors themselves, or,
     where weights are not fp32, the logits of the ids that follow. `blocks`, `anchors`: how many
     were; `largest`: the largest difference among those that are right, as a part of its limit;
-    `removed_records`: the wrong ones with what hung on them. Not `complete`: it was cancelled."""
+    `removed_records`: the wrong ones with what hung on them. `sure_tokens`: behind them an expert
+    was chosen by a hair, so that states which differ were judged by their logits. Not `complete`:
+    it was cancelled."""
 
     input_tokens: int
     compared: Literal["states", "logits"]
@@ -107,6 +109,7 @@ class Verification:
     findings: tuple[Finding, ...] = ()
     largest: float = 0.0
     forwarded_tokens: int = 0
+    sure_tokens: int = 0
     removed_records: int = 0
     complete: bool = True
 

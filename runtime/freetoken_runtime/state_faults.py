@@ -5,16 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 
 from freetoken_storage.records import Snapshot, Snapshots
 
 from .engine import Engine
+from .sampler import SamplingParams
 from .state.digest import as_ids
 from .verification.records import StoredRecord, records_of
 
 Kind = Literal["swapped", "permuted", "scaled"]
-_NOTICEABLE = 1e-2  # of a tensor's range: less than this is no fault to plant
+_NOTICEABLE = 1e-3  # of a tensor's range: less than this is no fault to plant
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,15 @@ class Planter:
 
     swapped    with the same tensor of another record
     permuted   its heads, or channels, moved on by one
-    scaled     by 1.25
+    scaled     by `scale`
     """
 
-    def __init__(self, engine: Engine, ids: Sequence[int]) -> None:
+    def __init__(self, engine: Engine, ids: Sequence[int], scale: float = 1.25) -> None:
         disk = engine._lookup.disk
         assert disk is not None, "no store is attached"
         self._snapshots: Snapshots = disk.snapshots
         self._layout = engine._pool.layout
+        self._scale = scale
         self.records = records_of(disk, as_ids(ids))
         self._right = {record.digest: self._read(record) for record in self.records}
 
@@ -72,7 +75,7 @@ class Planter:
         """The part as it is to be; None if it would be about the same."""
         right = self._right[fault.record.digest][fault.name][fault.part]
         if fault.kind == "scaled":
-            return _if_other(right * 1.25, right)
+            return _if_other(right * self._scale, right)
         if fault.kind == "permuted":
             heads = 1 if fault.record.kind == "block" else 0  # a block's rows come first
             if right.dim() < 2 or right.shape[heads] < 2:
@@ -104,6 +107,24 @@ class Planter:
             )
             for name, data in stored.items()
         }
+
+
+def random_ids(seed: int, count: int, vocab_size: int = 211) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).integers(3, vocab_size, count)]
+
+
+def write_states(engine: Engine, seed: int, turns: int = 3) -> list[int]:
+    """Prompts, named anchors, decoded text and a warmed end: all that leaves states in a store.
+    Returns the path, which the store then holds as a whole."""
+    ids = random_ids(seed, 150)
+    for turn in range(turns):
+        named = [len(ids) - 113, len(ids) - 64, len(ids) - 20]
+        sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=turn)
+        ids += [token.id for token in engine.generate(ids, sampling, anchors=named)]
+        ids += random_ids(seed + turn + 1, 97)
+    engine.warm(ids)
+    engine.flush()
+    return ids
 
 
 def _if_other(wrong: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:

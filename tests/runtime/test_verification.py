@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from freetoken_runtime import Engine, SamplingParams
 from freetoken_runtime.errors import BudgetTooSmall, InvalidAnchors
 from freetoken_runtime.reports import Finding, Verification
-from freetoken_runtime.state_faults import Fault, Planter
+from freetoken_runtime.state_faults import Fault, Planter, random_ids, write_states
 from freetoken_runtime.testing import build_checkpoint
 from freetoken_storage import MemoryDatabase
 
@@ -23,10 +22,6 @@ EngineMaker = Callable[..., Engine]
 FAULTS = 50
 # Full attention alone; gated delta nets, Mamba-2 and short convolutions beside it.
 FAMILIES = ("llama", "qwen3_next", "granitemoehybrid", "lfm2_moe")
-
-
-def ids_of(seed: int, count: int) -> list[int]:
-    return [int(i) for i in np.random.default_rng(seed).integers(3, 211, count)]
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +36,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[family]
 
     return folder
-
-
-def converse(engine: Engine, seed: int, turns: int = 3) -> list[int]:
-    """Prompts, named anchors, decoded text and a warmed end: everything that writes states."""
-    ids = ids_of(seed, 150)
-    for turn in range(turns):
-        named = [len(ids) - 113, len(ids) - 64, len(ids) - 20]
-        sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=turn)
-        ids += [token.id for token in engine.generate(ids, sampling, anchors=named)]
-        ids += ids_of(seed + turn + 1, 97)
-    engine.warm(ids)
-    engine.flush()
-    return ids
 
 
 def is_gold(engine: Engine, ids: list[int]) -> bool:
@@ -87,19 +69,22 @@ def test_planted_faults_are_found_and_nothing_else(
     """Oracle: where the faults were planted. Before, the store is healthy; after, what was wrong is
     gone, and what a verification leaves is right."""
     rng = random.Random(7)
-    found = 0
+    found = rejected = 0
     kinds: set[tuple[str, str]] = set()
     seed = 0
     while found < FAULTS:
         seed += 100
         snapshots = MemoryDatabase().snapshots
         writer = make_engine(snapshots, folders(family), anchor_interval=100)
-        ids = converse(writer, seed)
+        ids = write_states(writer, seed)
         healthy = writer.verify(ids)
         assert healthy.findings == () and healthy.largest < 0.1 and healthy.complete, healthy
         planter = Planter(writer, ids)
         assert healthy.blocks + healthy.anchors == len(planter.records)
         writer.close()
+        if healthy.sure_tokens < len(ids):  # an expert was chosen by a hair: another path
+            rejected += 1
+            continue
         faults = one_per_record(planter.faults(), rng, 12)
         for fault in faults:
             planter.plant(fault)
@@ -117,7 +102,7 @@ def test_planted_faults_are_found_and_nothing_else(
         kinds |= {(fault.record.kind, fault.kind) for fault in faults}
         found += len(faults)
         engine.close()
-    assert len(kinds) >= 5, kinds
+    assert len(kinds) >= 5 and rejected <= 2, (kinds, rejected)
 
 
 def chosen(planter: Planter, **wanted: Any) -> Fault:
@@ -135,7 +120,7 @@ def test_a_finding_names_layer_buffer_and_extent(
     """x 1.25 is a quarter of the largest value: between an eighth and a quarter of the range."""
     snapshots = MemoryDatabase().snapshots
     engine = make_engine(snapshots, folders("granitemoehybrid"), anchor_interval=100)
-    ids = converse(engine, 3)
+    ids = write_states(engine, 3)
     planter = Planter(engine, ids)
     states = engine._model.spec.states()
     recurrent = next(i for i, state in enumerate(states) if state.fixed)
@@ -162,7 +147,7 @@ def test_what_came_from_a_wrong_state_leaves_ram(
     the verification nothing of it serves anybody."""
     snapshots = MemoryDatabase().snapshots
     writer = make_engine(snapshots, folders(family), anchor_interval=100)
-    ids = converse(writer, 5)
+    ids = write_states(writer, 5)
     planter = Planter(writer, ids)
     writer.close()
     last = max(record.stop for record in planter.records if record.kind == kind)
@@ -170,7 +155,7 @@ def test_what_came_from_a_wrong_state_leaves_ram(
     planter.plant(chosen(planter, stop=last, name=name, part=0))
     engine = make_engine(snapshots, folders(family), anchor_interval=100)
     assert engine.plan(ids).reused_tokens == len(ids)
-    longer = [*ids, *ids_of(9, 30)]
+    longer = [*ids, *random_ids(9, 30)]
     engine.warm(longer)  # grown from the wrong state
     only_row = family == "llama" and kind == "anchor"  # nothing goes on from a row
     assert is_gold(engine, longer) is only_row
@@ -196,12 +181,12 @@ def test_states_written_from_a_wrong_one_are_found_by_their_own_path(
     a verification of the longer path finds all of it."""
     snapshots = MemoryDatabase().snapshots
     writer = make_engine(snapshots, folders("qwen3_next"), anchor_interval=100)
-    ids = converse(writer, 6)
+    ids = write_states(writer, 6)
     planter = Planter(writer, ids)
     writer.close()
     planter.plant(chosen(planter, stop=len(ids), name="0.1", kind="permuted"))
     engine = make_engine(snapshots, folders("qwen3_next"), anchor_interval=100)
-    longer = [*ids, *ids_of(9, 130)]
+    longer = [*ids, *random_ids(9, 130)]
     engine.warm(longer)
     engine.flush()
     engine.close()
@@ -215,7 +200,7 @@ def test_states_written_from_a_wrong_one_are_found_by_their_own_path(
 def test_other_requests_go_on(make_engine: EngineMaker) -> None:
     """Tokens of a generation that runs beside are those of one alone, and come between chunks."""
     engine = make_engine(MemoryDatabase().snapshots)
-    ids, prompt = converse(engine, 1, turns=8), ids_of(2, 40)
+    ids, prompt = write_states(engine, 1, turns=8), random_ids(2, 40)
     sampling = SamplingParams(max_tokens=60)
     alone = [token.id for token in engine.generate(prompt, sampling)]
     beside: list[int] = []
@@ -240,7 +225,7 @@ def test_cancelled_between_two_chunks(make_engine: EngineMaker) -> None:
     """What was found until then counts; the memory is given back, also when the caller's own
     function raises."""
     engine = make_engine(MemoryDatabase().snapshots)
-    ids = converse(engine, 1)
+    ids = write_states(engine, 1)
     before = engine.stats().state_bytes
     seen: list[tuple[int, int]] = []
     report = engine.verify(
@@ -264,7 +249,7 @@ def test_cancelled_between_two_chunks(make_engine: EngineMaker) -> None:
 def test_chosen_positions(make_engine: EngineMaker) -> None:
     """Only these anchors, and the rows before them: what lies behind is not forwarded."""
     engine = make_engine(MemoryDatabase().snapshots)
-    ids = converse(engine, 4)
+    ids = write_states(engine, 4)
     stored = sorted(r.stop for r in Planter(engine, ids).records if r.kind == "anchor")
     report = engine.verify(ids, positions=[stored[0], stored[1], 1])
     assert (report.anchors, report.forwarded_tokens) == (2, -(-stored[1] // 64) * 64)
@@ -276,17 +261,17 @@ def test_chosen_positions(make_engine: EngineMaker) -> None:
 def test_without_a_store_there_is_nothing(make_engine: EngineMaker) -> None:
     """And of a path that the store does not know."""
     engine = make_engine()
-    assert engine.verify(ids_of(1, 20)) == Verification(20, "states")
+    assert engine.verify(random_ids(1, 20)) == Verification(20, "states")
     other = make_engine(MemoryDatabase().snapshots)
-    converse(other, 1)
-    assert other.verify(ids_of(2, 20)) == Verification(20, "states")
+    write_states(other, 1)
+    assert other.verify(random_ids(2, 20)) == Verification(20, "states")
 
 
 def test_no_room_beside_what_runs(make_engine: EngineMaker) -> None:
     """The cold pass needs the path's rows a second time; a pinned path cannot give way."""
     snapshots = MemoryDatabase().snapshots
     engine = make_engine(snapshots)
-    ids = converse(engine, 1)
+    ids = write_states(engine, 1)
     engine.pin("test", [ids])
     used = engine.stats()
     engine.set_budget(ram_bytes=used.weights_bytes + used.working_bytes + used.state_bytes + 65536)

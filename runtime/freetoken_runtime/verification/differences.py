@@ -37,6 +37,9 @@ class Difference:
         return self.size / self.limit
 
 
+SAME = Difference("rows", None, 0.0, STATE_LIMIT)
+
+
 def of_rows(
     stored: Mapping[str, torch.Tensor],
     cold: Mapping[str, torch.Tensor],
@@ -68,18 +71,21 @@ def of_anchors(
 
 
 def of_logits(stored: torch.Tensor, cold: torch.Tensor, *, routed: bool) -> Iterator[Difference]:
-    """Of logits [n, V] fp32 of the same n ids. `routed`: the model chooses experts, and where two
-    are nearly equal, rounding chooses for one id what it does not for the next: then the medians
-    over the ids count, which a wrong state moves and a few other choices do not."""
+    """Of logits [1 + n, V] fp32: of a hidden row, and of n ids behind it. `routed`: the model
+    chooses experts, and where two are nearly equal, rounding chooses for one id what it does not
+    for the next: then the medians over the n ids count, which a wrong state moves and a few other
+    choices do not."""
     gaps = (stored - cold).abs() / (cold.max() - cold.min())
     divergences = torch.nn.functional.kl_div(
         stored.log_softmax(-1), cold.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
-    by_id = torch.stack([gaps.amax(-1), gaps.mean(-1), divergences])  # [3, n]
-    if routed:
-        sizes = by_id.median(1).values
-    else:
+    by_id = torch.stack([gaps.amax(-1), gaps.mean(-1), divergences])  # [3, 1 + n]
+    if not routed:
         sizes = torch.stack([by_id[0].amax(), by_id[1].mean(), by_id[2].mean()])
+    elif by_id.shape[1] == 1:
+        sizes = by_id[:, 0]
+    else:
+        sizes = torch.maximum(by_id[:, 0], by_id[:, 1:].median(1).values)
     limits = (LARGEST_LIMIT, MEAN_LIMIT, DIVERGENCE_LIMIT)
     names = ("logits, largest", "logits, mean", "logits, divergence")
     sizes = sizes.nan_to_num(nan=math.inf)

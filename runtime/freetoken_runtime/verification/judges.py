@@ -17,7 +17,7 @@ from ..state.anchors import Anchor
 from ..state.buffers import StateLayout
 from ..state.digest import BLOCK
 from ..state.sequence import Sequence
-from .differences import Difference, of_anchors, of_logits, of_rows
+from .differences import SAME, Difference, of_anchors, of_logits, of_rows
 from .follower import Follower
 from .records import RecordReader, StoredRecord, Unreadable, covering
 
@@ -32,12 +32,14 @@ def is_wrong(verdict: Verdict) -> bool:
 @dataclass(frozen=True)
 class ColdPass:
     """The path so far, forwarded cold; the last pass began at `start`. `anchors`: what belongs at
-    the positions of stored anchors in it, and at its end."""
+    the positions of stored anchors in it, and at its end. `sure`: the leading rows whose experts
+    no rounding could have chosen otherwise."""
 
     sequence: Sequence
     start: int
     anchors: Mapping[int, Anchor]
     layout: StateLayout
+    sure: int
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """A copy of the rows of tokens [start, stop), as a block holds them."""
@@ -57,17 +59,77 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
+class Continuation:
+    """Judges states by the logits of the ids that follow. `routed`: see `of_logits`."""
+
+    reader: RecordReader
+    follower: Follower
+    routed: bool
+
+    def compare(self, cold: ColdPass, rows: Sequence, anchor: Anchor, position: int) -> Difference:
+        """What differs most in the logits after `rows` and `anchor` from those after cold ones."""
+        ours = self.follower.logits(rows, anchor, position)
+        theirs = self.follower.logits(cold.sequence, cold.anchors[position], position)
+        found = of_logits(ours, theirs, routed=self.routed)
+        return max(found, key=lambda difference: difference.excess)
+
+    def alone(self, cold: ColdPass, record: StoredRecord) -> Verdict:
+        """One record among cold rows: a block at the end of the pass, an anchor at its place."""
+        is_block = record.kind == "block"
+        end = cold.sequence.length if is_block else record.stop
+        anchor = cold.anchors[end] if is_block else self.reader.read(record)
+        if isinstance(anchor, str):
+            return anchor
+        assert isinstance(anchor, Anchor), record
+        start = (record.stop - 1) // BLOCK * BLOCK
+        mixed = cold.sequence.fork(start)
+        mixed.replay = 0  # rows are loaded behind it, none is forwarded
+        try:
+            unread = self.load(mixed, cold, end, {record.start: record} if is_block else {})
+            return unread.get(record) or self.compare(cold, mixed, anchor, end)
+        finally:
+            mixed.close()
+
+    def load(
+        self, target: Sequence, cold: ColdPass, end: int, blocks: Mapping[int, StoredRecord]
+    ) -> dict[StoredRecord, Unreadable]:
+        """Append the path's rows up to `end` to `target`: of these blocks by where they start, cold
+        ones elsewhere. Returns those that could not be read."""
+        ids = cold.sequence.ids
+        unread: dict[StoredRecord, Unreadable] = {}
+        while (start := target.length) < end:
+            record = blocks.get(start)
+            stop = min(start - start % BLOCK + BLOCK, end)
+            rows = None if record is None else self.reader.read(record)
+            if record is not None and isinstance(rows, str):
+                unread[record] = rows
+            elif record is not None:
+                stop = record.stop
+            if not isinstance(rows, dict):
+                rows = cold.rows(start, stop)
+            target.begin(stop - start)
+            target.load(rows)
+            target.commit(ids[start:stop])
+        return unread
+
+
+@dataclass(frozen=True)
 class StateJudge:
-    """Tensor by tensor."""
+    """Tensor by tensor. Behind a row for which an expert was chosen by a hair, rounding may have
+    chosen another one when the state was stored: what differs there is judged by its logits."""
 
     reader: RecordReader
     states: SequenceOf[StateSpec]
+    continuation: Continuation
 
     def verdicts(
         self, cold: ColdPass, due: SequenceOf[StoredRecord]
     ) -> Iterator[tuple[StoredRecord, Verdict]]:
         for record in due:
-            yield record, self._verdict(cold, record)
+            verdict = self._verdict(cold, record)
+            if is_wrong(verdict) and record.stop > cold.sure:
+                verdict = self.continuation.alone(cold, record)
+            yield record, verdict
 
     def _verdict(self, cold: ColdPass, record: StoredRecord) -> Verdict:
         stored = self.reader.read(record)
@@ -78,19 +140,18 @@ class StateJudge:
         else:
             rows = cold.rows(record.start, record.stop)
             found = of_rows(stored, rows, cold.layout, self.states)
-        return max(found, key=lambda difference: difference.excess)
+        # A block in which no group of tokens closes has no rows.
+        return max(found, key=lambda difference: difference.excess, default=SAME)
 
 
 @dataclass(frozen=True)
 class LogitsJudge:
     """By the logits of the ids that follow. `stored`: the path's rows as the store has them, cold
-    ones where it has none or wrong ones; empty at first, grows with the passes. `routed`: see
-    `of_logits`."""
+    ones where it has none or wrong ones; empty at first, grows with the passes."""
 
     reader: RecordReader
-    follower: Follower
+    continuation: Continuation
     stored: Sequence
-    routed: bool
 
     def verdicts(
         self, cold: ColdPass, due: SequenceOf[StoredRecord]
@@ -105,23 +166,22 @@ class LogitsJudge:
         if isinstance(anchor, str):
             return anchor
         assert isinstance(anchor, Anchor), record
-        return self._compare(cold, record.stop, anchor)
+        return self.continuation.compare(cold, self.stored, anchor, record.stop)
 
     def _blocks(
         self, cold: ColdPass, blocks: SequenceOf[StoredRecord]
     ) -> Iterator[tuple[StoredRecord, Verdict]]:
         """Those of the path together; if they are wrong, and those beside it, one by one."""
-        chosen = covering(blocks)
-        end = cold.sequence.length
-        unread = self._load(self.stored, cold, cold.start, chosen)
+        chosen, end = covering(blocks), cold.sequence.length
+        unread = self.continuation.load(self.stored, cold, end, chosen)
         if not chosen:
             return
-        together = self._compare(cold, end, cold.anchors[end])
+        together = self.continuation.compare(cold, self.stored, cold.anchors[end], end)
         verdicts: dict[StoredRecord, Verdict] = {**unread}
         for record in blocks:
             if record not in verdicts:
                 alone = is_wrong(together) or chosen[record.start] is not record
-                verdicts[record] = self._alone(cold, record) if alone else together
+                verdicts[record] = self.continuation.alone(cold, record) if alone else together
         if is_wrong(together):
             if not any(is_wrong(verdict) for verdict in verdicts.values()):
                 # Each is within the limits and all together are not: the worst one has to go.
@@ -129,53 +189,9 @@ class LogitsJudge:
                 verdicts[worst] = together
             right = {r.start: r for r in chosen.values() if not is_wrong(verdicts[r])}
             self.stored.truncate(cold.start)
-            self._load(self.stored, cold, cold.start, right)
+            self.stored.replay = 0
+            self.continuation.load(self.stored, cold, end, right)
         yield from verdicts.items()
-
-    def _alone(self, cold: ColdPass, record: StoredRecord) -> Verdict:
-        """A block among cold rows."""
-        end = cold.sequence.length
-        mixed = cold.sequence.fork(record.start)
-        mixed.replay = 0  # rows are loaded behind it, none is forwarded
-        try:
-            unread = self._load(mixed, cold, record.start, {record.start: record})
-            if record in unread:
-                return unread[record]
-            return self._compare(cold, end, cold.anchors[end], mixed)
-        finally:
-            mixed.close()
-
-    def _compare(
-        self, cold: ColdPass, position: int, anchor: Anchor, rows: Sequence | None = None
-    ) -> Difference:
-        """What differs most in the logits after a state from after the cold one."""
-        ours = self.follower.logits(rows or self.stored, anchor, position)
-        theirs = self.follower.logits(cold.sequence, cold.anchors[position], position)
-        found = of_logits(ours, theirs, routed=self.routed)
-        return max(found, key=lambda difference: difference.excess)
-
-    def _load(
-        self, target: Sequence, cold: ColdPass, start: int, blocks: Mapping[int, StoredRecord]
-    ) -> dict[StoredRecord, Unreadable]:
-        """Append rows [start, end of the pass) to `target`: of these blocks by where they start,
-        cold ones elsewhere. Returns those that could not be read."""
-        end, ids = cold.sequence.length, cold.sequence.ids
-        unread: dict[StoredRecord, Unreadable] = {}
-        while start < end:
-            record = blocks.get(start)
-            stop = min(start - start % BLOCK + BLOCK, end)
-            rows = None if record is None else self.reader.read(record)
-            if record is not None and isinstance(rows, str):
-                unread[record] = rows
-            elif record is not None:
-                stop = record.stop
-            if not isinstance(rows, dict):
-                rows = cold.rows(start, stop)
-            target.begin(stop - start)
-            target.load(rows)
-            target.commit(ids[start:stop])
-            start = stop
-        return unread
 
 
 def _excess(verdict: Verdict) -> float:

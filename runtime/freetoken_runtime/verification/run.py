@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import BudgetTooSmall
+from ..models.decoder import Decoder
 from ..owner import Owner
 from ..reports import Finding, Verification
 from ..runner import Runner, Work
-from ..spec import ModelSpec
 from ..specs.moe import MoeSpec
 from ..state.anchors import Anchor
 from ..state.buffers import StateLayout
@@ -28,8 +28,20 @@ from ..state.keeper import StateKeeper
 from ..state.prefix import PrefixIndex, Resident, shared_rows
 from ..state.sequence import Sequence
 from .follower import FOLLOWING, Follower
-from .judges import ColdPass, Judge, LogitsJudge, StateJudge, Verdict, is_wrong
+from .judges import (
+    ColdPass,
+    Continuation,
+    Judge,
+    LogitsJudge,
+    StateJudge,
+    Verdict,
+    is_wrong,
+)
 from .records import RecordReader, StoredRecord, beyond, records_of
+
+# Of a router's logits or scores, between the last expert taken and the best one left: below it
+# rounding may choose.
+CLOSE_MARGIN = 3e-6
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ class Tools:
     """What a verification works with. `exact`: all arithmetic is fp32, so that states are compared
     themselves."""
 
-    spec: ModelSpec
+    decoder: Decoder
     runner: Runner
     keeper: StateKeeper
     index: PrefixIndex
@@ -58,13 +70,14 @@ class Run:
         self._ids = ids
         self._positions = positions
         self._chunk = max(BLOCK, chunk - chunk % BLOCK)  # so that no block is cut
-        self._layout = StateLayout.of(tools.spec.states(), torch.float32)
+        self._layout = StateLayout.of(tools.decoder.spec.states(), torch.float32)
         self._findings: list[Finding] = []
         self._counts = {"block": 0, "anchor": 0}
         self._largest = 0.0
         self._forwarded = 0
         self._removed = 0
         self._complete = False
+        self._sure = 0  # see `ColdPass`
         self._judged: set[bytes] = set()
         self._wrong_from: int | None = None  # the first row that may have come from a wrong record
         self._private: list[Resident] = []  # sequences that nobody else sees
@@ -98,6 +111,7 @@ class Run:
             findings=tuple(self._findings),
             largest=self._largest,
             forwarded_tokens=self._forwarded,
+            sure_tokens=self._sure,
             removed_records=self._removed,
             complete=self._complete,
         )
@@ -135,13 +149,23 @@ class Run:
         start = cold.length
         positions = sorted({r.stop for r in due if r.kind == "anchor"} | {stop})
         wanted = tuple(position - start - 1 for position in positions)
-        hidden = self._tools.runner.forward([Work(cold, self._ids[start:stop], wanted)])[0]
+        margins: list[torch.Tensor] = []
+        self._tools.decoder.observe_routing(margins.append)
+        try:
+            hidden = self._tools.runner.forward([Work(cold, self._ids[start:stop], wanted)])[0]
+        finally:
+            self._tools.decoder.observe_routing(None)
+        if margins and self._sure == start:
+            close = torch.stack(margins).amin(0) < CLOSE_MARGIN
+            self._sure += int(close.int().argmax()) if close.any() else stop - start
+        elif not margins:
+            self._sure = stop
         self._forwarded += stop - start
         anchors = {
             position: Anchor(row, cold.fixed_at(position))
             for position, row in zip(positions, hidden, strict=True)
         }
-        return ColdPass(cold, start, anchors, self._layout)
+        return ColdPass(cold, start, anchors, self._layout, self._sure)
 
     def _is_chosen(self, record: StoredRecord) -> bool:
         if self._positions is None:
@@ -162,14 +186,15 @@ class Run:
         return resident.sequence
 
     def _judge(self, disk: DiskStates, total: int) -> Judge:
-        tools = self._tools
-        reader = RecordReader(disk, self._layout, tools.spec.hidden_size)
+        tools, spec = self._tools, self._tools.decoder.spec
+        reader = RecordReader(disk, self._layout, spec.hidden_size)
+        routed = any(isinstance(layer.feed_forward, MoeSpec) for layer in spec.layers)
+        follower = Follower(tools.runner, self._ids, spec.context_limit)
+        continuation = Continuation(reader, follower, routed)
         if tools.exact:
-            return StateJudge(reader, tools.spec.states())
-        follower = Follower(tools.runner, self._ids, tools.spec.context_limit)
-        routed = any(isinstance(layer.feed_forward, MoeSpec) for layer in tools.spec.layers)
+            return StateJudge(reader, spec.states(), continuation)
         stored = self._sequence(total + 2 * FOLLOWING)
-        return LogitsJudge(reader, follower, stored, routed)
+        return LogitsJudge(reader, continuation, stored)
 
     def _take(self, disk: DiskStates, record: StoredRecord, verdict: Verdict) -> None:
         if verdict == "gone":
