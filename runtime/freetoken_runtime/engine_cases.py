@@ -18,7 +18,16 @@ from freetoken_storage.records import Snapshots
 from .config import EngineConfig, read_host, resolve
 from .engine import Engine
 from .engine_programs import Ledger
+from .random_weights import random_model
 from .sampler import SamplingParams
+from .spec import LayerSpec, ModelSpec
+from .specs.attention import AttentionSpec
+from .specs.convolution import ShortConvSpec
+from .specs.gated_delta import GatedDeltaSpec
+from .specs.mamba import Mamba2Spec
+from .specs.mlp import MlpSpec
+from .specs.moe import ExpertSpec, MoeSpec, RouterSpec
+from .specs.rope import RopeSpec
 from .testing import build_checkpoint
 from .weights import LoadedModel, load
 
@@ -48,6 +57,30 @@ KINDS: Mapping[str, Kind] = {
     "mamba2": Kind("granitemoehybrid", {"num_local_experts": 0}),
     "convolution": Kind("lfm2_moe", {"num_dense_layers": 4}),
 }
+
+
+def hybrid_spec() -> ModelSpec:
+    """Window and full attention, gated delta net, Mamba-2, short convolution; experts and not."""
+    rope = RopeSpec(dim=10, theta=10_000.0)
+    moe = MoeSpec(
+        RouterSpec(num_experts=12, top_k=2, scores="softmax", normalise=True),
+        ExpertSpec(36),
+        shared=MlpSpec(44),
+        shared_gate=True,
+    )
+    layers = (
+        LayerSpec(GatedDeltaSpec(2, 6, key_dim=12, head_dim=20, kernel=4), moe),
+        LayerSpec(AttentionSpec(6, 2, 10, rope, window=23), moe),
+        LayerSpec(Mamba2Spec(6, 20, 2, state_size=12, kernel=4, norm="of_gated"), moe),
+        LayerSpec(ShortConvSpec(channels=60, kernel=3), MlpSpec(84)),
+        LayerSpec(AttentionSpec(6, 2, 10, rope), moe),
+    )
+    return ModelSpec("hybrid", VOCAB_SIZE, 60, layers, 1e-6, tied_head=False, context_limit=4096)
+
+
+def hybrid_model() -> LoadedModel:
+    """All kinds of state in one model, with random weights: the same in every process."""
+    return random_model(hybrid_spec(), seed=3)
 
 
 def ids_of(seed: int, count: int) -> list[int]:

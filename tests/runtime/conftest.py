@@ -10,7 +10,7 @@ import torch
 
 from freetoken_runtime.config import EngineConfig, read_host, resolve
 from freetoken_runtime.engine import Engine
-from freetoken_runtime.engine_cases import KINDS, CheckedEngine
+from freetoken_runtime.engine_cases import KINDS, CheckedEngine, hybrid_model
 from freetoken_runtime.testing import build_checkpoint
 from freetoken_runtime.weights import LoadedModel, load
 from freetoken_storage.records import Snapshots
@@ -51,8 +51,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def model(kind: str, kind_folder: Callable[[str], Path]) -> LoadedModel:
-    """A small model of every kind of state in turn."""
-    return load(kind_folder(kind))
+    """A small model of every kind of state in turn; where a test names the kinds, "hybrid" is one
+    of them all."""
+    return hybrid_model() if kind == "hybrid" else load(kind_folder(kind))
 
 
 @pytest.fixture
