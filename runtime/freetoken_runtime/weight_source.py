@@ -4,6 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -112,7 +113,7 @@ class WeightSource(ABC):
         wanted = {piece.tensor for pieces in self._pieces.values() for piece in pieces}
         _refuse("weights are missing", self.path, wanted - stored)
         _refuse("weights are not used by this architecture", self.path, stored - wanted)
-        taken = dict.fromkeys(wanted, 0)
+        takers: dict[str, list[Stored]] = {}
         for name, pieces in self._pieces.items():
             for piece in pieces:
                 shape = self._stored_shape(piece.tensor)
@@ -122,11 +123,11 @@ class WeightSource(ABC):
                         value=shape,
                         limit=piece.shape,
                     )
-                taken[piece.tensor] += piece.elements
+                takers.setdefault(piece.tensor, []).append(piece)
             elements = sum(piece.elements for piece in pieces)
             assert elements == prod(self._shapes[name]), (name, elements)
-        for tensor, elements in taken.items():
-            assert elements == prod(self._stored_shape(tensor)), (tensor, elements)
+        for parts in takers.values():
+            _assert_whole(parts)
 
     def read(self, name: str) -> torch.Tensor:
         """A parameter in a floating dtype (that of the file, or fp32 if quantised), in memory of
@@ -162,9 +163,35 @@ class WeightSource(ABC):
 
 
 def _choose(ways: Sequence[tuple[Stored, ...]], stored: set[str]) -> tuple[Stored, ...]:
-    """The first way whose tensors are all there; if none is, the one that lacks least, so that
-    what it lacks is named as missing."""
-    return min(ways, key=lambda pieces: sum(piece.tensor not in stored for piece in pieces))
+    """The first way whose tensors are all there; if none is, the one that lacks the smallest part,
+    so that what it lacks is named as missing."""
+
+    def lack(pieces: tuple[Stored, ...]) -> float:
+        return sum(piece.tensor not in stored for piece in pieces) / len(pieces)
+
+    return min(ways, key=lack)
+
+
+def _assert_whole(parts: Sequence[Stored]) -> None:
+    """Our own invariant: what is taken of a tensor does not overlap, and nothing of it is left. All
+    parts are cells of one grid: seen alike, and in each dimension equal ranges or disjoint ones."""
+    views = {part.view or part.shape for part in parts}
+    assert len(views) == 1, (parts[0].tensor, views)
+    (view,) = views
+    whole = tuple((0, size) for size in view)
+    cells = []
+    for part in parts:
+        cell = list(whole)
+        for dimension, start, stop in part.part:
+            cell[dimension] = (start, stop)
+        cells.append(tuple(cell))
+    for dimension in range(len(view)):
+        ranges = sorted({cell[dimension] for cell in cells})
+        disjoint = all(a[1] <= b[0] for a, b in pairwise(ranges))
+        assert disjoint, (parts[0].tensor, dimension, ranges)
+    assert len(set(cells)) == len(cells), (parts[0].tensor, cells)
+    elements = sum(part.elements for part in parts)
+    assert elements == prod(view), (parts[0].tensor, elements)
 
 
 def _refuse(what: str, path: Path, names: set[str]) -> None:

@@ -66,47 +66,47 @@ def mla_names(spec: ModelSpec, module: str = "self_attn") -> dict[str, str | Nam
     nope, turning, value = mixer.nope_dim, mixer.rope_dim, mixer.value_dim
     heads, rank, pairs = mixer.num_heads, mixer.kv_rank, mixer.pairs
     queries = "q_proj" if mixer.q_rank is None else "q_b_proj"
-    of_head = (heads, nope + turning)
-    of_latent = (1, rank + turning)
-    return {
+    of_head, of_latent = (heads, nope + turning), (1, rank + turning)
+    q = f"{module}.{queries}.weight"
+    table: dict[str, str | Naming] = {
         "q_down": f"{module}.q_a_proj",
         "q_down_norm": f"{module}.q_a_layernorm",
-        "q_nope": _rows(f"{module}.{queries}.weight", of_head, 0, nope),
-        "q_rope": _rows(f"{module}.{queries}.weight", of_head, nope, nope + turning, pairs=pairs),
-        **{
-            f"{part}{suffix}": _rows(
-                f"{module}.kv_a_proj_with_mqa.{kind}",
-                of_latent,
-                start,
-                stop,
-                pairs=pairs and part == "k_rope",
-            )
-            for part, start, stop in (("latent", 0, rank), ("k_rope", rank, rank + turning))
-            for suffix, kind in (("", "weight"), (".bias", "bias"))
-        },
+        "q_nope": _rows(q, of_head, (0, nope), in_pairs=pairs),
+        "q_rope": _rows(q, of_head, (nope, nope + turning), in_pairs=pairs, turned=pairs),
         "latent_norm": f"{module}.kv_a_layernorm",
-        "k_up": _rows(f"{module}.kv_b_proj.weight", (heads, nope + value), 0, nope),
-        "v_up": _rows(f"{module}.kv_b_proj.weight", (heads, nope + value), nope, nope + value),
+        "k_up": _rows(f"{module}.kv_b_proj.weight", (heads, nope + value), (0, nope)),
+        "v_up": _rows(f"{module}.kv_b_proj.weight", (heads, nope + value), (nope, nope + value)),
         "o": f"{module}.o_proj",
     }
+    for suffix, kind in (("", "weight"), (".bias", "bias")):
+        down = f"{module}.kv_a_proj_with_mqa.{kind}"
+        table[f"latent{suffix}"] = _rows(down, of_latent, (0, rank), in_pairs=pairs)
+        turned = (rank, rank + turning)
+        table[f"k_rope{suffix}"] = _rows(down, of_latent, turned, in_pairs=pairs, turned=pairs)
+    return table
 
 
 def _rows(
-    name: str, groups: tuple[int, int], start: int, stop: int, *, pairs: bool = False
+    name: str,
+    groups: tuple[int, int],
+    rows: tuple[int, int],
+    *,
+    in_pairs: bool = False,
+    turned: bool = False,
 ) -> Naming:
-    """Rows `start` to `stop` of every group (how many, of how many rows) of a matrix or bias;
-    `pairs`: the first of every pair of rows, then the second ones."""
-    count, size = groups
+    """A range of rows of every group (how many, of how many rows) of a matrix or bias. `in_pairs`:
+    rows are pairs of neighbours; `turned`: take the first of every pair, then the second ones."""
+    (count, size), (start, stop) = groups, rows
 
     def ways(prefix: str, shape: Shape) -> Ways:
         rest = shape[1:]
         stored = (count * size, *rest)
-        if not pairs:
-            piece = Stored(prefix + name, stored, (count, size, *rest), ((1, start, stop),))
-        else:
-            view = (count, size // 2, 2, *rest)
-            order = (0, 2, 1, *range(3, len(view)))
-            piece = Stored(prefix + name, stored, view, ((1, start // 2, stop // 2),), order)
-        return ((piece,),)
+        if not in_pairs:
+            part = ((1, start, stop),)
+            return ((Stored(prefix + name, stored, (count, size, *rest), part),),)
+        view = (count, size // 2, 2, *rest)
+        order = (0, 2, 1, *range(3, len(view))) if turned else ()
+        part = ((1, start // 2, stop // 2),)
+        return ((Stored(prefix + name, stored, view, part, order),),)
 
     return ways
