@@ -7,7 +7,7 @@
 It knows no chat, no text and no session.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +31,7 @@ from .reports import EngineStats, ReusePlan, Usage, Verification
 from .runner import Runner
 from .sampler import SamplingParams
 from .scheduler import Scheduler
-from .state.anchors import check_anchors, check_ids, ranked
+from .state.anchors import check_anchors, check_backs, check_ids, ranked
 from .state.buffers import Pool, StateLayout
 from .state.digest import Fingerprint, Ids, fingerprint
 from .state.disk import DiskStates
@@ -214,6 +214,7 @@ class Engine:
         anchors: Sequence[int] = (),
         lasting: Sequence[int] = (),
         anchor_after: frozenset[int] | set[int] = frozenset(),
+        anchor_before: Mapping[int, int] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         announced: ReusePlan | None = None,
     ) -> Generation:
@@ -221,10 +222,11 @@ class Engine:
 
         `anchors`: positions of `ids` to make anchors of; `lasting`: those of them that many paths
         will go on from, such as the ends of system and tools: they stay longest; `anchor_after`:
-        ids after which generated text gets one. `on_progress(done, total)` counts prefilled rows,
-        in the engine's thread. `announced`: what `plan` said of `ids` earlier, so that it is not
-        asked again; `usage.changed` names what came in between. Ends with "length" at the context
-        limit, whatever `max_tokens`. InvalidIds, InvalidAnchors, InvalidSampling,
+        ids after which generated text gets one; `anchor_before`: ids that get one so many tokens
+        before themselves (0: right before them, up to 3). `on_progress(done, total)` counts
+        prefilled rows, in the engine's thread. `announced`: what `plan` said of `ids` earlier, so
+        that it is not asked again; `usage.changed` names what came in between. Ends with "length"
+        at the context limit, whatever `max_tokens`. InvalidIds, InvalidAnchors, InvalidSampling,
         ContextOverflow, EngineClosed.
         """
         sampling.check_ids(self._model.spec.vocab_size)
@@ -234,6 +236,7 @@ class Engine:
             sampling,
             anchors=ranked(len(path), anchors, lasting, self._anchor_interval),
             anchor_after=check_ids("anchor_after", anchor_after),
+            anchor_before=check_backs(anchor_before or {}),
             on_progress=on_progress,
         )
         return Generation(self._submit(request, announced).stream)

@@ -2,15 +2,17 @@
 """One request on its way through the engine. The owner thread changes it, nobody else."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from .generation import Handover
-from .reports import Usage
+from .reports import PathMiss, Usage
 from .sampler import Sampler, SamplingParams
-from .state.anchors import Rank
+from .state.anchors import RECENT_ROWS, Rank
+from .state.buffers import Fixed
 from .state.digest import Ids
 from .state.prefix import Resident
 
@@ -18,15 +20,26 @@ from .state.prefix import Resident
 @dataclass(frozen=True)
 class Request:
     """What was asked. `sampling` None: bring the state up to date and stop there. `cold`: reuse
-    nothing and keep nothing. `anchors`: positions to make anchors of, and why."""
+    nothing and keep nothing. `anchors`: positions to make anchors of, and why. `anchor_before`: ids
+    that get one so many rows before themselves when they are sampled."""
 
     ids: Ids
     sampling: SamplingParams | None
     anchors: Mapping[int, Rank] = field(default_factory=dict)
     anchor_after: frozenset[int] = frozenset()
+    anchor_before: Mapping[int, int] = field(default_factory=dict)
     on_progress: Callable[[int, int], None] | None = None
     cold: bool = False
     want_logits: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A position that decoding has just passed: its hidden row [H] and overwritten buffers."""
+
+    position: int
+    row: torch.Tensor
+    fixed: Fixed
 
 
 @dataclass(eq=False)
@@ -44,6 +57,8 @@ class Task:
     prefilled: int = 0
     output: list[int] = field(default_factory=list)
     changed: str | None = None
+    miss: PathMiss | None = None
+    recent: deque[Moment] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
     first_token_s: float | None = None
     last_token_s: float = 0.0
 
@@ -67,6 +82,7 @@ class Task:
             ttft_s=0.0 if first is None else first - self.submitted_s,
             decode_s=0.0 if first is None else self.last_token_s - first,
             changed=self.changed,
+            miss=self.miss,
         )
 
     def count(self, token_id: int) -> None:

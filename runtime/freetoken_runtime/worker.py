@@ -22,7 +22,7 @@ from .scheduler import Candidate, Scheduler
 from .state.anchors import Rank
 from .state.digest import Ids, as_ids
 from .state.keeper import Acquired, StateKeeper
-from .task import Task
+from .task import Moment, Task
 
 _log = logging.getLogger(__name__)
 RESERVED_TOKENS = 512  # output rows that get room at the start; more is made while decoding
@@ -119,6 +119,9 @@ class Worker:
                 task.resident = acquired.resident
                 task.reused = acquired.reused
                 task.changed = self._difference(task, acquired)
+                task.miss = task.stream.plan.miss
+                if task.changed is not None:
+                    task.miss = self._keeper.why(request.ids, acquired)
                 if acquired.row is not None:
                     task.hidden = acquired.row.unsqueeze(0)
         if task.resident is None:
@@ -144,7 +147,8 @@ class Worker:
             return None
         if reused > planned:
             return f"another request computed {reused - planned} tokens of the path"
-        cause = self._keeper.why_less(task.request.ids, acquired)
+        miss = self._keeper.why(task.request.ids, acquired)
+        cause = "evicted" if miss is None else miss.cause
         return f"{planned - reused} tokens were lost: {cause}"
 
     # -- a pass
@@ -215,6 +219,9 @@ class Worker:
             self._keeper.capture(resident, length, hidden[-1])
         elif self._anchor_interval is not None and length % self._anchor_interval == 0:
             self._keeper.capture(resident, length, hidden[-1], Rank.INTERIOR)
+        if request.anchor_before:
+            fixed = work.sequence.fixed_at(length)
+            task.recent.append(Moment(length, hidden[-1], fixed))
         return True
 
     def _prompt_done(self, task: Task, *, sample: bool = True) -> None:
@@ -252,6 +259,7 @@ class Worker:
         assert sampling is not None and sampler is not None
         token = sampler.sample(logits)
         task.count(token.id)
+        self._anchor_behind(task, token.id)
         task.stream.put(token, task.usage())
         if sampler.is_stop(token.id):
             self._finish(task, "stop")
@@ -260,6 +268,16 @@ class Worker:
             or len(task.request.ids) + len(task.output) > self._context_limit
         ):
             self._finish(task, "length")
+
+    def _anchor_behind(self, task: Task, token_id: int) -> None:
+        """Make the anchor that this id gets before itself, if decoding has just passed there."""
+        back = task.request.anchor_before.get(token_id)
+        if back is None:
+            return
+        wanted = task.running.sequence.length - back  # the id itself is not forwarded yet
+        for moment in task.recent:
+            if moment.position == wanted:
+                self._keeper.keep(task.running, moment.position, moment.row, moment.fixed)
 
     # -- ending
 

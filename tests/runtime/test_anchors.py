@@ -12,6 +12,7 @@ from freetoken_runtime.state.anchors import (
     AnchoredPath,
     Rank,
     check_anchors,
+    check_backs,
     ranked,
     retained,
     thinned,
@@ -116,3 +117,11 @@ def test_one_long_path_does_not_take_the_anchors_of_others() -> None:
     short = anchored(dict.fromkeys(range(256, 2_049, 256), Rank.INTERIOR))
     kept = retained([AnchoredPath(long, 100_000), AnchoredPath(short, 2_048)], 40 * SIZE_BYTES)
     assert kept[1] == set(short) and 16 <= len(kept[0]) + len(kept[1]) <= 40
+
+
+def test_anchors_before_what_was_sampled_are_in_reach() -> None:
+    """0 to 3 tokens back."""
+    assert check_backs({7: 0, 9: 3}) == {7: 0, 9: 3}
+    for back in (-1, 4, True, "1"):
+        with pytest.raises(InvalidAnchors, match="0 to 3"):
+            check_backs({7: back})  # type: ignore[dict-item]

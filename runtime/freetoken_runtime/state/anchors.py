@@ -19,6 +19,7 @@ from ..errors import InvalidAnchors
 from .buffers import Fixed
 
 MAX_ANCHORS = 512  # kept per path
+RECENT_ROWS = 4  # how far back an anchor can still be made of generated text
 
 
 class Rank(IntEnum):
@@ -86,6 +87,20 @@ def check_ids(name: str, numbers: Iterable[int]) -> frozenset[int]:
         raise InvalidAnchors(
             f"{name} are not whole numbers", value=repr(numbers)[:80], remedy="pass a list of them"
         ) from error
+
+
+def check_backs(backs: Mapping[int, int]) -> dict[int, int]:
+    """Ids and how many tokens before each an anchor is wanted. InvalidAnchors for what is out of
+    reach."""
+    check_ids("anchor_before", backs)
+    for back in backs.values():
+        if isinstance(back, bool) or not isinstance(back, int) or not 0 <= back < RECENT_ROWS:
+            raise InvalidAnchors(
+                "an anchor before generated text is out of reach",
+                value=repr(back),
+                limit=f"0 to {RECENT_ROWS - 1} tokens",
+            )
+    return {int(number): back for number, back in backs.items()}
 
 
 def thinned(anchors: Mapping[int, Anchor], end: int, step: int) -> set[int]:

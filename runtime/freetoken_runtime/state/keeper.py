@@ -11,7 +11,9 @@ from weakref import finalize
 
 import torch
 
+from ..reports import PathMiss
 from .anchors import MAX_ANCHORS, Anchor, AnchoredPath, Rank, retained, thinned
+from .buffers import Fixed
 from .digest import Ids, chain, digest_at
 from .disk import DiskStates
 from .lookup import History, Lookup, Route
@@ -70,10 +72,13 @@ class StateKeeper:
             self.release(resident)
             raise
 
-    def why_less(self, ids: Ids, acquired: Acquired) -> str:
-        """Why less came back than the caller was promised."""
-        miss = self._lookup.miss(ids, acquired.route)
-        return acquired.lost or (miss.cause if miss is not None else "evicted")
+    def why(self, ids: Ids, acquired: Acquired) -> PathMiss | None:
+        """Why no more of a path came back; None if all of it did."""
+        if acquired.reused == len(ids):
+            return None
+        if acquired.lost is not None:
+            return PathMiss(acquired.reused, acquired.lost, len(ids) - acquired.reused)
+        return self._lookup.miss(ids, acquired.route)
 
     def acquire_cold(self, rows: int) -> Resident | None:
         """An empty sequence that nobody else sees. None if there is no room now."""
@@ -108,8 +113,17 @@ class StateKeeper:
         if known is not None:
             rank = max(rank, known.rank)
         stale = bool(sequence.replay)
-        anchor = Anchor(row.clone(), sequence.fixed_at(position), rank, stale)
-        sequence.anchors[position] = self._counted(anchor)
+        self._enter(
+            resident, position, Anchor(row.clone(), sequence.fixed_at(position), rank, stale)
+        )
+
+    def keep(self, resident: Resident, position: int, row: torch.Tensor, fixed: Fixed) -> None:
+        """Make an anchor of a position that was passed a moment ago."""
+        if position not in resident.sequence.anchors:
+            self._enter(resident, position, Anchor(row.clone(), fixed))
+
+    def _enter(self, resident: Resident, position: int, anchor: Anchor) -> None:
+        resident.sequence.anchors[position] = self._counted(anchor)
         limit_bytes = self._budget.anchor_limit_bytes
         if self._budget.anchors.used_bytes > limit_bytes:
             self.persist(resident)
