@@ -65,7 +65,7 @@ class StateRecords:
         while pending:
             below = set(self.snapshots.children(pending.pop())) - found
             found |= below
-            found -= below
+            pending += below
         with self._lock:
             self._damaged |= found
         self._stuck |= found
