@@ -34,6 +34,11 @@ Rounds = Annotated[int, typer.Option("--rounds", min=1, help="How often each tur
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Length of what is measured.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 3 if a target is missed.")]
 
+HYBRID_HELP = (
+    "Instead: anchors, an edit and a restart on twice as many tokens of a hybrid mixture with "
+    "random weights (9 GB of memory)."
+)
+
 Measure = Callable[[OnTurn], list[Figure]]
 
 _VERDICTS = {True: Text("met", "green"), False: Text("missed", "bold red"), None: Text("")}
@@ -84,12 +89,16 @@ def bench_edit(
     tokens: Tokens = 4000,
     rounds: Rounds = 5,
     persist_mib: Annotated[int, typer.Option("--persist-mib", min=1)] = 512,
+    hybrid: Annotated[bool, typer.Option("--hybrid", help=HYBRID_HELP)] = False,
     threads: Threads = None,
     model: ModelName = "smollm2",
     strict: Strict = False,
     json: Json = False,
 ) -> None:
     """An edit at 10, 50 and 90 %, and edits while the disk and the engine are busy."""
+    if hybrid:
+        measures = {"hybrid": _hybrid(2 * tokens, rounds, threads)}
+        return _run(measures, "random weights, shapes of Qwen3.6-35B-A3B", threads, strict)
     settings = SessionSettings(
         model, tokens, rounds, persist_bytes=persist_mib << 20, threads=threads
     )
@@ -160,6 +169,17 @@ def _decode(model: str, tokens: int, rounds: int, threads: int | None) -> Measur
 
         settings = decode.DecodeSettings(tokens=tokens, rounds=rounds, threads=threads)
         return decode.measure(resolve(model), settings, on_turn=on_turn)
+
+    return measure
+
+
+def _hybrid(tokens: int, rounds: int, threads: int | None) -> Measure:
+    def measure(on_turn: OnTurn) -> list[Figure]:
+        from freetoken_runtime.bench import hybrid
+
+        settings = hybrid.HybridSettings(tokens, rounds, threads)
+        with tempfile.TemporaryDirectory(prefix="freetoken-bench-") as folder:
+            return hybrid.measure(settings, Path(folder), on_turn=on_turn)
 
     return measure
 

@@ -42,13 +42,12 @@ class HybridSettings:
 
     tokens: int = 8000
     rounds: int = 3
-    num_layers: int = 8
-    num_experts: int = 64
     threads: int | None = None
     prefill_chunk: int = 1024
+    anchor_interval: int = 1024
 
 
-def shapes(num_layers: int, num_experts: int) -> ModelSpec:
+def shapes(num_layers: int = 8, num_experts: int = 64) -> ModelSpec:
     """The layers of Qwen3.6-35B-A3B, fewer of them and with fewer experts."""
     rope = RopeSpec(dim=64, theta=10_000_000.0)
     full = AttentionSpec(16, 2, 256, rope, qk_norm="head", gated=True)
@@ -72,17 +71,20 @@ def shapes(num_layers: int, num_experts: int) -> ModelSpec:
 
 
 def measure(
-    settings: HybridSettings, folder: Path, *, on_turn: OnTurn | None = None
+    settings: HybridSettings,
+    folder: Path,
+    *,
+    spec: ModelSpec | None = None,
+    on_turn: OnTurn | None = None,
 ) -> list[Figure]:
     """Cold prefills with anchors and without take turns; then edits in the middle, then restarts
     over what the store holds."""
-    config = EngineConfig(threads=settings.threads, prefill_chunk=settings.prefill_chunk)
-    bench = _Bench(settings, config, folder, on_turn)
+    bench = _Bench(settings, spec or shapes(), folder, on_turn)
     cold_s, share = bench.anchors_cost()
     return [
         Figure(f"cold prefill of {settings.tokens} tokens", cold_s, "s"),
         Figure(
-            f"anchors every {config.anchor_interval} tokens",
+            f"anchors every {settings.anchor_interval} tokens",
             share,
             "of a cold prefill",
             target=SHARE,
@@ -97,14 +99,18 @@ class _Bench:
     """One run. Mutable: engines are opened and closed as it goes."""
 
     def __init__(
-        self, settings: HybridSettings, config: EngineConfig, folder: Path, on_turn: OnTurn | None
+        self, settings: HybridSettings, spec: ModelSpec, folder: Path, on_turn: OnTurn | None
     ) -> None:
         self._settings = settings
-        self._config = config
+        self._config = EngineConfig(
+            threads=settings.threads,
+            prefill_chunk=settings.prefill_chunk,
+            anchor_interval=settings.anchor_interval,
+        )
         self._folder = folder
         self._on_turn = on_turn
         self._turn = 0
-        spec = shapes(settings.num_layers, settings.num_experts)
+        self._vocab_size = spec.vocab_size
         self._model: LoadedModel = random_model(spec)
         self.anchor_mib = sum(state.bytes_per_anchor() for state in spec.states()) / (1 << 20)
         self._path: list[int] = []  # what the engine with anchors has seen last
@@ -113,7 +119,7 @@ class _Bench:
         """Seconds of a cold prefill with anchors, and what they add to one without."""
         taken = {self._config.anchor_interval: [], NEVER: []}  # type: dict[int, list[float]]
         for number in range(self._settings.rounds):
-            ids = _ids(self._settings.tokens, seed=number)
+            ids = self._ids(seed=number)
             order = list(taken) if number % 2 else list(taken)[::-1]
             for interval in order:
                 with self._engine(interval, f"cold {number} {interval}") as engine:
@@ -126,13 +132,13 @@ class _Bench:
     def edits(self) -> list[Figure]:
         """Another id at 50 %, each time on the path of the last edit."""
         half = self._settings.tokens // 2
-        ids = _ids(self._settings.tokens, seed=100)
+        ids = self._ids(seed=100)
         beside, gaps, seconds = [], [], []
         with self._engine(self._config.anchor_interval, "kept") as engine:
             engine.warm(ids)
             engine.flush()
-            for number in range(self._settings.rounds):
-                ids = [*ids[:half], (ids[half] + 1) % VOCAB_SIZE, *ids[half + 1 :]]
+            for _ in range(self._settings.rounds):
+                ids = [*ids[:half], (ids[half] + 1) % self._vocab_size, *ids[half + 1 :]]
                 plan = engine.plan(ids)
                 before = engine.stats().forward_rows
                 took, prefilled = _first_token(engine, ids)
@@ -185,15 +191,14 @@ class _Bench:
             engine.attach(store.snapshots)
             yield engine
 
+    def _ids(self, seed: int) -> list[int]:
+        draw = random.Random(seed)
+        return [draw.randrange(self._vocab_size) for _ in range(self._settings.tokens)]
+
     def _done(self) -> None:
         self._turn += 1
         if self._on_turn is not None:
             self._on_turn(self._turn, 4 * self._settings.rounds)
-
-
-def _ids(count: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
 def _first_token(engine: Engine, ids: Sequence[int]) -> tuple[float, int]:
