@@ -4,15 +4,19 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from typing import Any
 
 import pytest
 
+from freetoken_runtime.errors import UnsupportedConfig
 from freetoken_runtime.models.registry import FAMILIES, read_spec
-from freetoken_runtime.spec import BufferSpec, StateSpec
+from freetoken_runtime.spec import BufferSpec, LayerSpec, StateSpec
 from freetoken_runtime.specs.attention import AttentionSpec
+from freetoken_runtime.specs.mlp import MlpSpec
 from freetoken_runtime.specs.rope import LinearScaling
 from freetoken_runtime.testing import ODD_DIMENSIONS, family_config
 
@@ -102,3 +106,88 @@ def test_c42_fingerprints_do_not_depend_on_the_hash_seed() -> None:
         for seed in ("1", "2")
     }
     assert len(outputs) == 1 and "architecture" in outputs.pop()
+
+
+def variants_of(value: Any) -> Iterator[Any]:
+    """Other values of a field's kind; of a record or tuple, with one field or item changed."""
+    if is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            for other in variants_of(getattr(value, field.name)):
+                with suppress(UnsupportedConfig, AssertionError):  # impossible together
+                    yield replace(value, **{field.name: other})
+    elif isinstance(value, tuple):
+        yield (*value, *value[-1:])
+        for index, item in enumerate(value):
+            yield from ((*value[:index], x, *value[index + 1 :]) for x in variants_of(item))
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        yield value + (2 if isinstance(value, int) else 0.5)
+    elif isinstance(value, str):
+        yield f"{value}_other"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c39_no_field_of_any_family_is_left_out_of_the_fingerprint(family: str) -> None:
+    """Oracle: one field at a time, through all records of a layer of each kind: every change is
+    another digest, and no two changes share one."""
+    spec = read_spec(family_config(family).to_dict())
+    kinds = tuple(dict.fromkeys(spec.layers))
+    spec = replace(spec, layers=kinds)
+    seen = {tuple(sorted(spec.fingerprint_parts().items()))}
+    count = 1
+    for other in variants_of(spec):
+        if other == spec:
+            continue
+        seen.add(tuple(sorted(other.fingerprint_parts().items())))
+        count += 1
+    assert len(seen) == count > 20, family
+
+
+def test_kinds_with_the_same_numbers_differ() -> None:
+    """Oracle: a feed-forward of another class with equal fields, a mixer gone, a rope gone."""
+
+    class OtherMlp(MlpSpec):
+        """The same fields, another meaning."""
+
+    spec = read_spec(LLAMA)
+    layer = spec.layers[0]
+    assert isinstance(layer.mixer, AttentionSpec)
+    others = [
+        replace(layer, feed_forward=OtherMlp(84)),
+        replace(layer, mixer=None),
+        replace(layer, feed_forward=None),
+        replace(layer, mixer=replace(layer.mixer, rope=None)),
+    ]
+    specs = [spec, *(replace(spec, layers=(other,) * 4) for other in others)]
+    assert len({tuple(sorted(x.fingerprint_parts().items())) for x in specs}) == len(specs)
+
+
+def test_a_layer_may_have_one_block_only() -> None:
+    """Oracle: by hand: no mixer, no state; a block that is not there has no weights and no norm."""
+    layers = (
+        LayerSpec(AttentionSpec(2, 1, 6, None), None, post_norms=True),
+        LayerSpec(None, MlpSpec(7)),
+    )
+    spec = replace(read_spec(LLAMA), layers=layers)
+    assert spec.states() == (AttentionSpec(2, 1, 6, None).state(), StateSpec())
+    assert spec.bytes_per_token() == 2 * 6 * 4
+    shapes = spec.parameter_shapes()
+    of_layers = {name for name in shapes if name.startswith("layers.")}
+    assert of_layers == {
+        *(f"layers.0.{part}" for part in ("mixer_norm", "mixer_post_norm", "q", "k", "v", "o")),
+        *(f"layers.1.{part}" for part in ("feed_forward_norm", "gate", "up", "down")),
+    }
+
+
+def test_two_weights_of_one_name_are_our_own_fault() -> None:
+    """Oracle: an assertion that names it."""
+
+    @dataclass(frozen=True)
+    class Colliding(MlpSpec):
+        def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+            return {"q": (1, hidden_size)}
+
+    layer = replace(read_spec(LLAMA).layers[0], feed_forward=Colliding(7))
+    with pytest.raises(AssertionError, match="'q'"):
+        layer.parameter_shapes(60)
