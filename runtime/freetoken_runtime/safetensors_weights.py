@@ -26,6 +26,7 @@ from .weight_source import Names, Stored, WeightSource
 
 INDEX_NAME = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = dict(zip(("F32", "BF16", "F16", "F64"), _FLOATS, strict=True))
 _HEAD = "lm_head.weight"
 _REPLACED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that the spec's rope replaces
 # What of a larger model the text part does without; anything else unused is an error.
@@ -71,6 +72,10 @@ class SafetensorsFolder(WeightSource):
 
     def _stored_shape(self, stored: str) -> tuple[int, ...]:
         return tuple(self._handles[stored].get_slice(stored).get_shape())
+
+    def _stored_dtype(self, name: str, stored: Stored) -> torch.dtype:
+        kind = self._handles[stored.tensor].get_slice(stored.tensor).get_dtype()
+        return _DTYPES.get(kind) or super()._stored_dtype(name, stored)
 
     def _read(self, name: str, stored: Stored) -> torch.Tensor:
         tensor = self._handles[stored.tensor].get_tensor(stored.tensor)

@@ -4,16 +4,24 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from .content_hash import content_hash
 from .errors import WeightsMismatch
+from .kernels.int4_linear.cpu import PackedInt4
+from .kernels.int8_linear.cpu import PackedInt8
 from .spec import ModelSpec
 
 Shape = tuple[int, ...]
+Quant = Literal["int8", "int4"]
+# A matrix [out, in] as its kernel takes it.
+Matrix = torch.Tensor | PackedInt8 | PackedInt4
 
 
 @dataclass(frozen=True)
@@ -71,12 +79,15 @@ class WeightSource(ABC):
     tell what was not. Each parameter is read once.
 
     `names`: how each parameter may be stored. `notes`: what of the files is left out, for the
-    report.
+    report. `quant`: how matrices are quantised already, in a form that `read_matrix` hands out.
+    `finite`: whether all weights are known to be.
     """
 
     path: Path
     spec: ModelSpec
     notes: tuple[str, ...] = ()
+    quant: Quant | None = None
+    finite: bool = False
 
     def __init__(self, path: Path, spec: ModelSpec, names: Names) -> None:
         self.path = path
@@ -105,6 +116,13 @@ class WeightSource(ABC):
 
     def _read_groups(self, name: str, stored: str) -> Groups | None:
         return None
+
+    def _stored_dtype(self, name: str, stored: Stored) -> torch.dtype:
+        return self._read(name, stored).dtype
+
+    def content_hash(self, cache: Path | None) -> str:
+        """Hex, over all weights. `cache`: see `content_hash.content_hash`."""
+        return content_hash(self.files, cache)
 
     def check(self) -> None:
         """WeightsMismatch naming tensors that are missing, unused or misshapen."""
@@ -146,6 +164,17 @@ class WeightSource(ABC):
         if groups is not None:
             self._take(name)
         return groups
+
+    def read_matrix(self, names: Sequence[str], quant: Quant | None) -> Matrix | None:
+        """Matrices stacked along their outputs as a kernel of this quantisation takes them, without
+        their biases, or None if they are not stored so (then `read` them). The memory is the
+        files' own where it can be; it may be written to, and the files do not change."""
+        return None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What `read` will return."""
+        parts = [self._stored_dtype(name, piece) for piece in self._pieces[name]]
+        return reduce(torch.promote_types, parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .content_hash import content_hash
 from .errors import ModelNotFound, UnsupportedQuantization, WeightsDamaged
+from .ftw_weights import FtwFolder, is_ftw
 from .gguf_weights import GgufFile
 from .kernels.dense_linear.cpu import has_onednn
 from .kernels.int4_linear import cpu as int4
@@ -40,11 +40,10 @@ from .specs.mamba import Mamba2Spec
 from .specs.mlp import MlpSpec
 from .specs.moe import MoeSpec
 from .specs.parallel import ParallelSpec
-from .weight_source import WeightSource
+from .weight_source import Matrix, Quant, WeightSource
 
 INT4_GROUP = 32  # as in GGUF; larger groups are no faster (docs/decisions/0012-int4.md)
 Dtype = Literal["float32", "bfloat16"]
-Quant = Literal["int8", "int4"]
 
 # What builds a layer, by the type of its spec.
 _MIXERS: Mapping[type, Callable[[Any, Parts], Mixer]] = {
@@ -87,11 +86,12 @@ class LoadedModel:
 
 
 def open_source(path: Path | str) -> WeightSource:
-    """Open a Hugging Face folder or a .gguf file and check it against its architecture, without
-    reading weights. ModelNotFound, UnsupportedArchitecture, UnsupportedConfig, WeightsError."""
+    """Open a Hugging Face folder, a folder of converted weights or a .gguf file and check it
+    against its architecture, without reading weights. ModelNotFound, UnsupportedArchitecture,
+    UnsupportedConfig, WeightsError, FtwError."""
     path = Path(path)
     if path.is_dir():
-        source: WeightSource = SafetensorsFolder(path)
+        source: WeightSource = FtwFolder(path) if is_ftw(path) else SafetensorsFolder(path)
     elif path.is_file():
         source = GgufFile(path)
     else:
@@ -118,13 +118,13 @@ def load(
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))
     source = open_source(model) if isinstance(model, str | Path) else model
-    builder = _Builder(source, dtype, quant)
+    builder = Builder(source, dtype, usable_quant(source, quant))
     decoder = Decoder(source.spec, builder.parts())
     source.finish()
     return LoadedModel(
         decoder=decoder,
         spec=source.spec,
-        content_hash=content_hash(source.files, hash_cache),
+        content_hash=source.content_hash(hash_cache),
         formats=_summary(builder.formats),
         notes=(*source.notes, *builder.notes),
     )
@@ -135,6 +135,18 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UnsupportedQuantization(
             f"{name} is not supported", value=value, limit=", ".join(allowed)
         )
+
+
+def usable_quant(source: WeightSource, quant: Quant | None) -> Quant | None:
+    """What was asked, or what the source holds already; UnsupportedQuantization if they differ."""
+    if source.quant is not None and quant not in (None, source.quant):
+        raise UnsupportedQuantization(
+            f"the weights in {source.path} were quantised when they were converted",
+            value=quant,
+            limit=source.quant,
+            remedy="convert the original with this quantisation",
+        )
+    return source.quant or quant
 
 
 def _summary(formats: Mapping[str, str]) -> dict[str, str]:
@@ -152,9 +164,10 @@ def _starred(name: str) -> str:
     return re.sub(r"(?<=layers\.)\d+|(?<=experts\.)\d+", "*", name)
 
 
-class _Builder:
+class Builder:
     """Builds layers from a source, one matrix at a time, so that at most one is held twice.
-    Mutable: `formats` and `notes` collect what it did."""
+    Mutable: `formats` and `notes` collect what it did. `make`, `tensor` and `table` are all that
+    takes weights."""
 
     def __init__(self, source: WeightSource, dtype: Dtype, quant: Quant | None) -> None:
         self.formats: dict[str, str] = {}
@@ -166,17 +179,16 @@ class _Builder:
             self.notes.append("this torch has no oneDNN: GEMMs take the slower path of F.linear")
 
     def parts(self) -> DecoderParts:
-        spec = self._source.spec
-        head = self._head("embedding" if spec.tied_head else "head")
-        embedding: Embedding = TiedEmbedding(head)
-        if not spec.tied_head:
-            table = self._read("embedding")
-            embedding = TableEmbedding(table)
-            self.formats["embedding"] = str(table.dtype).removeprefix("torch.")
-        layers = tuple(self._layer(index, layer) for index, layer in enumerate(spec.layers))
+        embedding, head = self.ends()
+        layers = tuple(self.layer(i, layer) for i, layer in enumerate(self._source.spec.layers))
         return DecoderParts(embedding, layers, self.norm("norm"), head)
 
-    def _layer(self, index: int, spec: LayerSpec) -> Layer:
+    def ends(self) -> tuple[Embedding, Linear]:
+        tied = self._source.spec.tied_head
+        head = self._head("embedding" if tied else "head")
+        return TiedEmbedding(head) if tied else self.table("embedding"), head
+
+    def layer(self, index: int, spec: LayerSpec) -> Layer:
         parts = _LayerParts(self, f"layers.{index}.")
         mixer = feed_forward = None
         if spec.mixer is not None:
@@ -195,7 +207,12 @@ class _Builder:
         return RmsNorm(weight + offset if offset else weight, spec.norm_eps if eps is None else eps)
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._read(name).float()
+        return self.read(name).float()
+
+    def table(self, name: str) -> TableEmbedding:
+        table = self.read(name)
+        self.formats[name] = str(table.dtype).removeprefix("torch.")
+        return TableEmbedding(table)
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
@@ -205,36 +222,48 @@ class _Builder:
         (docs/decisions/0012-int4.md)."""
         if self._quant == "int4":
             self.notes.append("the head is int8 per channel, not int4")
-        head = self._dense_or_int8([name])
+        head = self.make([name], "int8" if self._quant else None)
         self.formats["head and embedding" if name == "embedding" else "head"] = head.format
         return head
 
     def linear(self, at: str, *parts: str) -> Linear:
         """One linear layer from matrices stacked along their outputs."""
         names = [at + part for part in parts]
-        layer = self._int4(names) if self._quant == "int4" else self._dense_or_int8(names)
+        layer = self.make(names, self._quant)
         self.formats[at + " ".join(parts)] = layer.format
         return layer
 
-    def _dense_or_int8(self, names: list[str]) -> Linear:
-        if self._quant:
-            values = stack_int8([quantise_int8(self._read(name)) for name in names])
-            return IntegerLinear(int8.pack(values), self._bias(names))
+    def make(self, names: list[str], quant: Quant | None) -> Linear:
+        """A linear layer from matrices stacked along their outputs, in the form of `quant`."""
+        weight = self._source.read_matrix(names, quant)
+        if weight is None:
+            weight = self._matrix(names, quant)
+        bias = self._bias(names)
+        if isinstance(weight, torch.Tensor):
+            return DenseLinear(weight.to(self._dtype), bias)
+        return IntegerLinear(weight, bias)
+
+    def _matrix(self, names: list[str], quant: Quant | None) -> Matrix:
+        if quant == "int8":
+            return int8.pack(stack_int8([quantise_int8(self.read(name)) for name in names]))
+        if quant == "int4":
+            return int4.pack(stack_int4([self.int4_values(name) for name in names]))
         shapes = [self._source.shape(name) for name in names]
         weight = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self._dtype)
         slices = torch.split(weight, [rows for rows, _ in shapes])
         for name, rows in zip(names, slices, strict=True):
-            rows.copy_(self._read(name))
-        return DenseLinear(weight, self._bias(names))
+            rows.copy_(self.read(name))
+        return weight
 
-    def _int4(self, names: list[str]) -> Linear:
-        values = stack_int4([self._int4_values(name) for name in names])
-        return IntegerLinear(int4.pack(values), self._bias(names))
+    def int4_values(self, name: str) -> Int4Values:
+        values = self.stored_int4(name)
+        return quantise_int4(self.read(name), INT4_GROUP) if values is None else values
 
-    def _int4_values(self, name: str) -> Int4Values:
+    def stored_int4(self, name: str) -> Int4Values | None:
+        """A matrix whose integers are in the file; None if they are not."""
         groups = self._source.read_groups(name)
         if groups is None:
-            return quantise_int4(self._read(name), INT4_GROUP)
+            return None
         assert groups.size == INT4_GROUP, groups.size
         self._check_finite(name, groups.scales)
         self._check_finite(name, groups.minimums)
@@ -244,13 +273,15 @@ class _Builder:
         biases = [f"{name}.bias" for name in names]
         if not self._source.has(biases[0]):
             return None
-        return torch.cat([self._read(bias).float() for bias in biases])
+        return torch.cat([self.read(bias).float() for bias in biases])
 
-    def _read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter in fp32, bf16 or fp16. WeightsDamaged if it is not finite."""
         tensor = self._source.read(name)
         if tensor.dtype is torch.float64:
             tensor = tensor.float()  # before it is checked: what is too large becomes infinite
-        self._check_finite(name, tensor)
+        if not self._source.finite:
+            self._check_finite(name, tensor)
         return tensor
 
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
@@ -267,7 +298,7 @@ class _Builder:
 class _LayerParts:
     """`layers.parts.Parts` of one layer, or of a layer inside it: `at` is the prefix of names."""
 
-    builder: _Builder
+    builder: Builder
     at: str
 
     def linear(self, *names: str) -> Linear:

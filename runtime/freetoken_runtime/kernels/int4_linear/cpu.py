@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ...errors import UnsupportedQuantization
 from ..integers import Int4Values
 
-_BLOCK = 64  # a multiple of every known block of outputs
+BLOCK = 64  # a multiple of every known block of outputs
 _pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 _op = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
@@ -27,6 +27,11 @@ class ByteLayout:
 
     block: int
     paired: bool
+
+    @property
+    def name(self) -> str:
+        """For files: bytes of one layout are not those of another."""
+        return f"{self.block} {'pairs' if self.paired else 'halves'}"
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,10 @@ def pack(weight: Int4Values) -> PackedInt4:
     """UnsupportedQuantization if this machine's byte layout is not known."""
     byte_layout()
     outputs = len(weight.values)
-    extra = -outputs % _BLOCK
+    extra = -outputs % BLOCK
     padded = pad(weight.values, (0, 0, 0, extra))
     # The op wants int32: in slices of whole blocks, as blocks of outputs lie one after another.
-    packed = torch.cat([_pack(rows.int(), 1) for rows in torch.split(padded, 16 * _BLOCK)])
+    packed = torch.cat([_pack(rows.int(), 1) for rows in torch.split(padded, 16 * BLOCK)])
     pairs = torch.stack((weight.scales, weight.zeros), -1)  # [N, K / size, 2]
     scales_zeros = pad(pairs, (0, 0, 0, 0, 0, extra)).transpose(0, 1).contiguous()
     return PackedInt4(packed, scales_zeros, weight.size, outputs, weight.inputs)
@@ -69,7 +74,7 @@ def dequantise(weight: PackedInt4, rows: slice) -> torch.Tensor:
     """Rows [start, stop) of W as fp32 [stop - start, K], start a multiple of 64; exact but for one
     fp32 rounding of each weight."""
     stop = min(rows.stop, weight.outputs)
-    padded_stop = stop + -stop % _BLOCK
+    padded_stop = stop + -stop % BLOCK
     steps = _unpack(weight.packed[rows.start : padded_stop], byte_layout()).sub_(8)
     pairs = weight.scales_zeros[:, rows.start : padded_stop].transpose(0, 1).float()
     grouped = steps.view(len(steps), -1, weight.size)
@@ -80,9 +85,9 @@ def dequantise(weight: PackedInt4, rows: slice) -> torch.Tensor:
 @lru_cache(maxsize=1)
 def byte_layout() -> ByteLayout:
     """This machine's layout. UnsupportedQuantization if none of the known ones fits."""
-    values = torch.randint(0, 16, (2 * _BLOCK, 32), generator=torch.Generator().manual_seed(0))
+    values = torch.randint(0, 16, (2 * BLOCK, 32), generator=torch.Generator().manual_seed(0))
     packed = _pack(values.int(), 1)
-    for layout in (ByteLayout(64, False), ByteLayout(32, False), *_PAIRED):
+    for layout in LAYOUTS:
         if torch.equal(_unpack(packed, layout), values.float()):
             return layout
     raise UnsupportedQuantization(
@@ -92,7 +97,20 @@ def byte_layout() -> ByteLayout:
     )
 
 
-_PAIRED = (ByteLayout(32, True), ByteLayout(16, True))
+LAYOUTS = (
+    ByteLayout(64, False),
+    ByteLayout(32, False),
+    ByteLayout(32, True),
+    ByteLayout(16, True),
+)
+
+
+def repack(packed: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
+    """Packed bytes [N padded, K / 2] of a machine with that layout, laid out for this one."""
+    if layout == byte_layout():
+        return packed
+    parts = torch.split(packed, 16 * BLOCK)
+    return torch.cat([_pack(_unpack(rows, layout).int(), 1) for rows in parts])
 
 
 def _unpack(packed: torch.Tensor, layout: ByteLayout) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ..integers import Int8Values
 
-_MULTIPLE = 16
+MULTIPLE = 16
 _op = torch.ops.aten._weight_int8pack_mm.default
 
 
@@ -28,7 +28,7 @@ class PackedInt8:
 
 def pack(weight: Int8Values) -> PackedInt8:
     inputs = weight.values.shape[1]
-    values = pad(weight.values, (0, -inputs % _MULTIPLE)).contiguous()
+    values = pad(weight.values, (0, -inputs % MULTIPLE)).contiguous()
     return PackedInt8(values, weight.scales.contiguous(), inputs)
 
 
