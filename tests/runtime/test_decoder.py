@@ -12,6 +12,7 @@ from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_runtime.batch import Form
 from freetoken_runtime.kernels.dense_linear.cpu import linear_from_two
 from freetoken_runtime.models.decoder import Decoder
+from freetoken_runtime.specs.attention import AttentionSpec
 from freetoken_runtime.state.buffers import Pool, RowShape, StateLayout
 from freetoken_runtime.state.sequence import Sequence as Spans
 from freetoken_runtime.state.spaces import Spaces
@@ -77,10 +78,11 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
 
 def spans(decoder: Decoder) -> Spans:
     """The engine's own state, NaN wherever nothing was written."""
-    shapes = [
-        RowShape(x.mixer.num_kv_heads, x.mixer.head_dim, x.mixer.head_dim, torch.float32)
-        for x in decoder.spec.layers
-    ]
+    shapes = []
+    for layer in decoder.spec.layers:
+        mixer = layer.mixer
+        assert isinstance(mixer, AttentionSpec)
+        shapes.append(RowShape(mixer.num_kv_heads, mixer.head_dim, mixer.head_dim, torch.float32))
     return Spans(Spaces(Pool(StateLayout(shapes), poison=True)))
 
 

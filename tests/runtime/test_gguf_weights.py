@@ -21,7 +21,7 @@ from freetoken_runtime.errors import (
     WeightsMismatch,
 )
 from freetoken_runtime.gguf_header import read_header
-from freetoken_runtime.specs.rope import FactorScaling, LinearScaling
+from freetoken_runtime.specs.rope import FactorScaling, LinearScaling, RopeScaling
 from freetoken_runtime.testing import ListState, batch_of, build_checkpoint, build_gguf
 from freetoken_runtime.weights import load, open_source
 
@@ -34,6 +34,12 @@ def logits_of(path: Path, ids: list[int], **forms: Any) -> torch.Tensor:
     state = ListState(loaded.spec.num_layers)
     hidden = loaded.decoder.forward(batch_of([(state, ids)], [Form.MANY]), torch.arange(len(ids)))
     return loaded.decoder.logits(hidden, Form.MANY)
+
+
+def scaling_of(file: Path) -> RopeScaling | None:
+    mixer = open_source(file).spec.layers[0].mixer
+    assert mixer is not None and mixer.rope is not None
+    return mixer.rope.scaling
 
 
 def build(tmp_path: Path, kind: str, **settings: Any) -> tuple[Path, Any]:
@@ -131,8 +137,7 @@ def test_llama3_factors_are_read(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GGUFWriter, "add_rope_freq_base", with_factors)
         build_gguf(file, model, {})
-    scaling = open_source(file).spec.layers[0].mixer.rope.scaling
-    assert scaling == FactorScaling((1.0, 1.0, 2.0, 4.0, 8.0))
+    assert scaling_of(file) == FactorScaling((1.0, 1.0, 2.0, 4.0, 8.0))
 
 
 def test_rope_factors_of_another_length_are_refused(tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def test_linear_scaling_is_read_and_arrays_of_the_architecture_are_refused(tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GGUFWriter, "add_rope_freq_base", linear)
         build_gguf(file, model, {})
-    assert open_source(file).spec.layers[0].mixer.rope.scaling == LinearScaling(4.0)
+    assert scaling_of(file) == LinearScaling(4.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GGUFWriter, "add_rope_freq_base", arrays)
         build_gguf(file, model, {})
