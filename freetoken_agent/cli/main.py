@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, chat, demo, doctor, models, sessions
+from . import bench, chat, convert, demo, doctor, models, sessions
 from .output import command
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ def _options(
 
 app.command("pull")(command(models.pull_command))
 app.command("models")(command(models.models_command))
+app.command("convert")(command(convert.convert_command))
 app.command("chat")(command(chat.chat_command))
 app.add_typer(sessions.app, name="sessions")
 app.command("doctor")(command(doctor.doctor_command))
