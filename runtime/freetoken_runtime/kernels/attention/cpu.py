@@ -89,10 +89,14 @@ def attend_window(
 
 
 def _band(queries: int, keys: int, window: int) -> torch.Tensor:
-    """[n, S] fp32: 0 where query i, the key i + S - n, sees a key, else minus infinity."""
-    distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)
-    hidden = (distance < 0) | (distance >= window)
-    return torch.zeros(queries, keys).masked_fill_(hidden, -math.inf)
+    """[n, S] fp32: 0 where query i, the key i + S - n, sees a key, else minus infinity: a triangle
+    at the end, and one at the start where keys leave the window."""
+    mask = torch.zeros(queries, keys)
+    mask[:, keys - queries :] += torch.full((queries, queries), -math.inf).triu_(1)
+    left = keys - queries - window  # query i does not see keys 0 .. i + left
+    if queries + left > 0:
+        mask[:, : queries + left] += torch.full((queries, queries + left), -math.inf).tril_(left)
+    return mask
 
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
