@@ -33,7 +33,8 @@ A writer writes into another folder, syncs, and renames: a folder with a header 
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -220,7 +221,7 @@ def _content(stored: bytes, path: Path) -> bytes:
     if stored[: len(_MAGIC)] != _MAGIC[: len(stored)]:
         raise FtwForeign(f"{path} is not an FTW header", value=stored[: len(_MAGIC)])
     if len(stored) < _JSON_START:
-        raise _truncated(path, len(stored), _JSON_START)
+        raise truncated(path, len(stored), _JSON_START)
     _, version, reserved, length = _FIXED.unpack_from(stored)
     if version != VERSION or reserved:
         raise FtwNewer(
@@ -232,7 +233,7 @@ def _content(stored: bytes, path: Path) -> bytes:
     if length > MAX_HEADER_BYTES:
         raise FtwTooLarge(f"the header {path} is too large", value=length, limit=MAX_HEADER_BYTES)
     if len(stored) < _JSON_START + length:
-        raise _truncated(path, len(stored), _JSON_START + length)
+        raise truncated(path, len(stored), _JSON_START + length)
     text = stored[_JSON_START:]
     digest = hashlib.sha256(stored[: _FIXED.size] + text).digest()
     if digest != stored[_FIXED.size : _JSON_START]:
@@ -240,7 +241,19 @@ def _content(stored: bytes, path: Path) -> bytes:
     return text
 
 
-def _truncated(path: Path, size_bytes: int, expected: int) -> FtwTruncated:
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """The system's refusals to read a file, as ours."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FtwTruncated(f"{path} is missing", remedy=_REMEDY) from error
+    except OSError as error:
+        raise FtwError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def truncated(path: Path, size_bytes: int, expected: int) -> FtwTruncated:
+    """The error for a file that ends before `expected`."""
     return FtwTruncated(
         f"{path} is truncated",
         value=f"{size_bytes} bytes",

@@ -21,7 +21,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
-from .weights import RECORD_ALIGNMENT, FtwTruncated, aligned
+from .weights import RECORD_ALIGNMENT, aligned, readable, truncated
 
 PIECE_BYTES = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only; elsewhere every read is buffered
@@ -142,14 +142,10 @@ class DirectReader:
         done = 0
         while done < needed:
             start = done - done % RECORD_ALIGNMENT  # a direct read goes on from a whole block
-            count = self._preadv(descriptor, [buffer[start:]], offset + start)
+            with readable(path):
+                count = self._preadv(descriptor, [buffer[start:]], offset + start)
             if start + count <= done:
-                raise FtwTruncated(
-                    f"{path} ends early",
-                    value=f"{offset + done} bytes",
-                    limit=f"{offset + needed} bytes",
-                    remedy="convert or download the model again",
-                )
+                raise truncated(path, offset + done, offset + needed)
             done = start + count
 
     def _open(self, path: Path) -> int:
@@ -160,15 +156,14 @@ class DirectReader:
 
     def _descriptor(self, path: Path) -> int:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
-        try:
-            return os.open(path, flags | _DIRECT)
-        except FileNotFoundError as error:
-            raise FtwTruncated(f"{path} is missing") from error
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-        self.buffered |= {path}
-        return os.open(path, flags)
+        with readable(path):
+            try:
+                return os.open(path, flags | _DIRECT)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+            self.buffered |= {path}
+            return os.open(path, flags)
 
 
 def _address(view: memoryview) -> int:

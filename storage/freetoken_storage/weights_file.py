@@ -18,11 +18,12 @@ from .weights import (
     HEADER_NAME,
     MAX_HEADER_BYTES,
     FtwAltered,
-    FtwError,
     FtwTruncated,
     Header,
     Record,
     decode,
+    readable,
+    truncated,
 )
 from .weights_direct import DirectReader, Extent, Pending
 
@@ -66,7 +67,9 @@ class WeightsFile:
         for file in header.files:
             path = folder / file.name
             _check_size(path, file.size_bytes)
-            if xxhash.xxh3_128_hexdigest(path.read_bytes()) != file.xxh3:
+            with readable(path):
+                content = path.read_bytes()
+            if xxhash.xxh3_128_hexdigest(content) != file.xxh3:
                 raise FtwAltered(f"{path} is not the file that was converted", remedy=_REMEDY)
         self._maps: dict[str, memoryview] = {}
         self._checked: set[str] = set()
@@ -109,57 +112,38 @@ class WeightsFile:
         buffer: memoryview = self._scratch.buffer
         path = self.folder / record.shard
         digest, at = xxhash.xxh3_128(), record.offset
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
+        with readable(path), path.open("rb", buffering=0) as file:
             while at < record.stop:
                 part = buffer[: min(len(buffer), record.stop - at)]
-                count = os.preadv(descriptor, [part], at)
+                count = os.preadv(file.fileno(), [part], at)
                 if count == 0:
-                    raise _truncated(path, at, record.stop)
+                    raise truncated(path, at, record.stop)
                 digest.update(part[:count])
                 at += count
-        finally:
-            os.close(descriptor)
         _check(record, path, digest.hexdigest())
 
 
 def _read_header(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_HEADER_BYTES + 4096)
-    except FileNotFoundError as error:
+    if not path.is_file():
         raise FtwTruncated(
-            f"{path.parent} has no {HEADER_NAME}", remedy="run the conversion to its end"
-        ) from error
-    except OSError as error:
-        raise FtwError(f"{path} cannot be read: {error.strerror}") from error
+            f"{path.parent} has no {path.name}", remedy="run the conversion to its end"
+        )
+    with readable(path), path.open("rb") as file:
+        return file.read(MAX_HEADER_BYTES + 4096)
 
 
 def _check_size(path: Path, expected: int) -> None:
-    if not path.is_file():
-        raise FtwTruncated(f"{path} is missing", remedy=_REMEDY)
-    size = path.stat().st_size
+    with readable(path):
+        size = path.stat().st_size
     if size < expected:
-        raise _truncated(path, size, expected)
+        raise truncated(path, size, expected)
     if size > expected:
         raise FtwAltered(f"{path} is longer than it was", value=size, limit=expected)
 
 
-def _truncated(path: Path, size_bytes: int, expected: int) -> FtwTruncated:
-    return FtwTruncated(
-        f"{path} is truncated",
-        value=f"{size_bytes} bytes",
-        limit=f"{expected} bytes",
-        remedy=_REMEDY,
-    )
-
-
 def _map(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        try:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-        except (OSError, ValueError) as error:
-            raise FtwError(f"{path} cannot be mapped: {error}") from error
+    with readable(path), path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 def _check(record: Record, path: Path, found: str) -> None:
