@@ -28,6 +28,7 @@ from .kernels.integers import (
 from .layers import attention, gated_delta, kda, mamba, mla, mlp, moe, parallel, short_conv
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from .layers.linear import DenseLinear, IntegerLinear, Linear
+from .layers.moe import Experts
 from .layers.norm import RmsNorm
 from .layers.parts import FeedForward, Mixer, Parts
 from .models.decoder import Decoder, DecoderParts, FeedForwardBlock, Layer, MixerBlock
@@ -233,6 +234,10 @@ class Builder:
         self.formats[at + " ".join(parts)] = layer.format
         return layer
 
+    def experts(self, at: str, spec: MoeSpec) -> Experts | None:
+        """A layer's experts where they do not stay in memory; None to build them as they are."""
+        return None
+
     def make(self, names: list[str], quant: Quant | None) -> Linear:
         """A linear layer from matrices stacked along their outputs, in the form of `quant`."""
         weight = self._source.read_matrix(names, quant)
@@ -312,6 +317,9 @@ class _LayerParts:
 
     def has(self, name: str) -> bool:
         return self.builder.has(self.at + name)
+
+    def experts(self, spec: MoeSpec) -> Experts | None:
+        return self.builder.experts(self.at, spec)
 
     def within(self, part: str) -> "_LayerParts":
         return _LayerParts(self.builder, f"{self.at}{part}.")

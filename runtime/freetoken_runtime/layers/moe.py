@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixture of experts as a feed-forward: router, experts one by one, what is shared.
 
-Router and gate of the shared expert are one fp32 matrix, whatever the quantisation. An expert is
-served through `Moe.experts` by its index and by nothing else, wherever its weights live.
+Router and gate of the shared expert are one fp32 matrix, whatever the quantisation. Experts are
+asked of `Moe.experts` by their indices and by nothing else, wherever their weights lie.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from ..batch import Form, RowGroup
 from ..kernels.activations import sigmoid
-from ..kernels.experts.cpu import clamped_glu, mix, pad_rows
+from ..kernels.experts.cpu import Compute, clamped_glu, mix, pad_rows
 from ..specs.moe import ClampedGlu, ExpertSpec, MoeSpec, RouterSpec
 from .linear import DenseLinear, Linear
 from .mlp import Activate, Mlp, activation
@@ -43,6 +45,34 @@ class Expert:
     @property
     def size_bytes(self) -> int:
         return self.up.size_bytes + self.down.size_bytes
+
+
+class Experts(Protocol):
+    """The routed experts of one layer."""
+
+    def serve(self, wanted: Sequence[int], rows: int) -> Iterable[tuple[int, Expert]]:
+        """Each of the experts `wanted` once, in an order that suits: those at hand first. One is
+        valid until the next is asked for. `rows`: of the whole pass, by which it is judged what
+        later layers will want."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in memory that are this layer's alone."""
+
+
+@dataclass(frozen=True)
+class ResidentExperts:
+    """All of them, in memory."""
+
+    every: tuple[Expert, ...]
+
+    def serve(self, wanted: Sequence[int], rows: int) -> Iterator[tuple[int, Expert]]:
+        for index in wanted:
+            yield index, self.every[index]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(expert.size_bytes for expert in self.every)
 
 
 def expert_activation(spec: ExpertSpec) -> Activate:
@@ -110,7 +140,7 @@ class Moe:
     def __init__(
         self,
         router: Router,
-        experts: Sequence[Expert],
+        experts: Experts,
         shared: Mlp | None = None,
         latent: Latent | None = None,
     ) -> None:
@@ -127,7 +157,7 @@ class Moe:
             self.observer(self.router.margins(logits))
         rows = x if self.latent is None else self.latent.down(x, groups).float()
         routes = self.router.routes(logits)
-        out = torch.cat([self._mix(rows, routes, part) for part in _by_form(groups)])
+        out = self._mix(rows, routes, _by_form(groups))
         if self.latent is not None:
             out = self.latent.up(out, groups).float()
         if self.shared is None:
@@ -135,13 +165,18 @@ class Moe:
         shared = self.shared(x, groups).float()
         return out.add_(shared * sigmoid(gate) if gate.shape[1] else shared)
 
-    def _mix(self, x: torch.Tensor, routes: Routes, part: RowGroup) -> torch.Tensor:
-        rows = slice(part.start, part.stop)
+    def _mix(self, x: torch.Tensor, routes: Routes, parts: Sequence[RowGroup]) -> torch.Tensor:
+        """Every expert once, for the rows of all parts: it may have come from far."""
 
-        def compute(index: int, of_expert: torch.Tensor) -> torch.Tensor:
-            return self.experts[index](of_expert, part.form)
+        def compute(expert: Expert, rows: torch.Tensor, part: int) -> torch.Tensor:
+            return expert(rows, parts[part].form)
 
-        return mix(x[rows], routes.chosen[rows], routes.weights[rows], compute)
+        def serve(wanted: Sequence[int]) -> Iterator[tuple[int, Compute]]:
+            for index, expert in self.experts.serve(wanted, len(x)):
+                yield index, partial(compute, expert)
+
+        ends = [part.stop for part in parts]
+        return mix(x, routes.chosen, routes.weights, serve, ends)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -153,8 +188,8 @@ class Moe:
 
     @property
     def size_bytes(self) -> int:
-        experts = sum(expert.size_bytes for expert in self.experts)
-        return self.router.size_bytes + experts + sum(x.size_bytes for x in self.linears)
+        linears = sum(linear.size_bytes for linear in self.linears)
+        return self.router.size_bytes + self.experts.size_bytes + linears
 
 
 def _by_form(groups: Sequence[RowGroup]) -> list[RowGroup]:
@@ -171,7 +206,7 @@ def _by_form(groups: Sequence[RowGroup]) -> list[RowGroup]:
 def build(spec: MoeSpec, parts: Parts) -> Moe:
     return Moe(
         router=_build_router(spec, parts),
-        experts=_build_experts(spec, parts),
+        experts=parts.experts(spec) or _build_experts(spec, parts),
         shared=None if spec.shared is None else build_mlp(spec.shared, parts.within("shared")),
         latent=None
         if spec.latent is None
@@ -179,11 +214,14 @@ def build(spec: MoeSpec, parts: Parts) -> Moe:
     )
 
 
-def _build_experts(spec: MoeSpec, parts: Parts) -> tuple[Expert, ...]:
+def _build_experts(spec: MoeSpec, parts: Parts) -> ResidentExperts:
     activate = expert_activation(spec.expert)
     every = (parts.within(f"experts.{index}") for index in range(spec.router.num_experts))
-    return tuple(
-        Expert(part.linear(*spec.expert.inputs), part.linear("down"), activate) for part in every
+    return ResidentExperts(
+        tuple(
+            Expert(part.linear(*spec.expert.inputs), part.linear("down"), activate)
+            for part in every
+        )
     )
 
 

@@ -6,13 +6,17 @@ chooses it by the type of the spec.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..batch import Batch, RowGroup
+from ..specs.moe import MoeSpec
 from .linear import Linear
 from .norm import RmsNorm
+
+if TYPE_CHECKING:
+    from .moe import Experts
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin of a pass, from `RopeTable.rows`
 
@@ -38,6 +42,10 @@ class Parts(Protocol):
     def within(self, part: str) -> "Parts":
         """The parameters `<part>.<name>`, under their names: for layers made of layers, such as
         `shared` or `experts.17`."""
+
+    def experts(self, spec: MoeSpec) -> "Experts | None":
+        """The parameters `experts.<e>.<name>` of a mixture, where they are served from other places
+        than memory of the layer's own; None if they are to be built here, like any other."""
 
 
 class Module(Protocol):

@@ -9,7 +9,7 @@ Results are kept per (row, slot) and summed in the order of the slots, so that a
 neither on the order in which experts are served nor on the rows that share them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,24 +37,46 @@ def group_by_expert(chosen: torch.Tensor) -> Iterator[ExpertRows]:
         yield ExpertRows(expert, pairs)
 
 
+# Rows [m, H] of one part of the pass, m >= 1, and the part's number -> what an expert makes of them
+Compute = Callable[[torch.Tensor, int], torch.Tensor]
+# Experts that have rows, ascending -> each of them once, in any order, with what computes it now.
+Serve = Callable[[Sequence[int]], Iterable[tuple[int, Compute]]]
+
+
 def mix(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    compute: Callable[[int, torch.Tensor], torch.Tensor],
+    serve: Serve,
+    ends: Sequence[int],
 ) -> torch.Tensor:
-    """x [n, H] fp32, chosen [n, k] int64, weights [n, k] fp32 -> [n, H] fp32. `compute(e, rows)`
-    applies expert e to rows [m, H], m >= 1; it is called once per expert that has any."""
+    """x [n, H] fp32, chosen [n, k] int64, weights [n, k] fp32 -> [n, H] fp32. `ends`: where each
+    part of the rows ends that is to be computed by itself, ascending, the last one n."""
     slots = chosen.shape[1]
     out = torch.empty(chosen.numel(), x.shape[1])  # every (row, slot) is written exactly once
-    for group in group_by_expert(chosen):
-        rows = x[group.pairs.div(slots, rounding_mode="floor")]
-        out.index_copy_(0, group.pairs, compute(group.expert, rows).float())
+    pairs_of = {group.expert: group.pairs for group in group_by_expert(chosen)}
+    for expert, compute in serve(list(pairs_of)):
+        pairs = pairs_of.pop(expert)
+        for part, of_part in _by_part(pairs, [end * slots for end in ends]):
+            rows = x[of_part.div(slots, rounding_mode="floor")]
+            out.index_copy_(0, of_part, compute(rows, part).float())
+    assert not pairs_of, list(pairs_of)
     parts = out.view(len(x), slots, -1)
     mixed = parts[:, 0] * weights[:, :1]
     for slot in range(1, slots):
         mixed.addcmul_(parts[:, slot], weights[:, slot : slot + 1])
     return mixed
+
+
+def _by_part(pairs: torch.Tensor, ends: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Ascending pairs, split where parts end; parts without pairs are left out."""
+    if len(ends) == 1:
+        yield 0, pairs
+        return
+    cuts = torch.searchsorted(pairs, torch.tensor(ends)).tolist()
+    for part, (start, stop) in enumerate(zip([0, *cuts], cuts, strict=False)):
+        if start < stop:
+            yield part, pairs[start:stop]
 
 
 def pad_rows(rows: torch.Tensor) -> torch.Tensor:
