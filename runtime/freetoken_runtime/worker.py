@@ -132,6 +132,7 @@ class Worker:
                 value=f"{len(request.ids)} tokens",
                 remedy="raise ram_budget_bytes, unpin paths or shorten the context",
             )
+        self._keeper.promote(task.resident, request.anchors)
         self.reused_rows += task.reused
         self._tasks.append(task)
         if sampling is not None:

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from freetoken_storage.errors import StorageError, StoreDamaged
+from freetoken_storage.errors import InvalidRecord, StorageError, StoreDamaged
 from freetoken_storage.records import Snapshot, SnapshotReader, Snapshots
 
 from .anchors import Anchor
@@ -80,8 +80,6 @@ class DiskMatch:
 
 
 NOTHING = DiskMatch(0, (), 0, False, 0, False)
-
-
 Lost = Literal["damaged", "evicted"]
 
 
@@ -255,8 +253,7 @@ class DiskStates:
     def restore(self, sequence: Sequence, match: DiskMatch, ids: Ids) -> Restored:
         """Append the pieces beyond the sequence's rows to it. A piece that cannot be read ends the
         restore: the rows before it stay. A damaged one leaves the store."""
-        read = 0
-        piece = match.pieces[0]
+        read, piece = 0, match.pieces[0]
         try:
             with self.snapshots.reader() as reader:
                 for piece in match.pieces:
@@ -264,7 +261,7 @@ class DiskStates:
                         self._restore_piece(reader, piece, sequence, ids)
                         read += self._layout.token_bytes * piece.stored_rows
             self.snapshots.touch([piece.digest])  # those above it outlive it
-        except StoreDamaged:
+        except (StoreDamaged, InvalidRecord):
             self.records.discard(piece.digest)
             return Restored(read, "damaged")
         except KeyError:  # it went between the look-up and now; what hung on it is of no use
@@ -296,10 +293,13 @@ class DiskStates:
             with self.snapshots.reader() as reader:
                 reader.read_into(name, memory_of(anchor_buffers(anchor, self._layout)))
             self.snapshots.touch([name])
-        except StoreDamaged:
+        except (StoreDamaged, InvalidRecord):
             self.records.discard(name)
             return "damaged"
-        except (StorageError, KeyError):
+        except KeyError:  # it went, or has no such buffer: it is of no use
+            self.records.remove(name)
+            return "evicted"
+        except StorageError:
             return "evicted"
         return anchor
 

@@ -5,19 +5,19 @@ Everything here runs in the owner thread. Plans come from `lookup`, which has no
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from weakref import finalize
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..reports import PathMiss
-from .anchors import MAX_ANCHORS, Anchor, AnchoredPath, Rank, retained, thinned
+from .anchors import Anchor, Rank
 from .buffers import Fixed
-from .digest import Ids, chain, digest_at
+from .digest import BLOCK, Ids, chain, digest_at
 from .disk import DiskStates
 from .lookup import History, Lookup, Route
 from .prefix import PrefixIndex, Resident, shared_rows
+from .retention import counted, held_bytes, merge, retain, thin
 from .roles import Budget, Writer
 from .sequence import Sequence
 from .spaces import Spaces
@@ -56,21 +56,50 @@ class StateKeeper:
 
     def acquire(self, ids: Ids, extra_rows: int) -> Acquired | None:
         """The state of the longest reusable part of `ids`, with room for the rest of it and
-        `extra_rows` more. None if there is no room now."""
+        `extra_rows` more. None if there is no room now. Where stored states turn out to be lost,
+        the next best ones serve."""
+        lost: str | None = None
+        while True:
+            acquired = self._acquire(ids, extra_rows)
+            if acquired is None or acquired.lost is None:
+                break
+            lost = lost or acquired.lost
+            better = self._lookup.route(ids).reused
+            if not acquired.reused < better < acquired.route.reused:
+                break
+            self.release(acquired.resident)
+        return acquired and replace(acquired, lost=lost)
+
+    def _acquire(self, ids: Ids, extra_rows: int) -> Acquired | None:
         route = self._lookup.route(ids)
-        while not self._room_for(route, len(ids) + extra_rows):
+        while (grown := self._room_for(route, len(ids) + extra_rows)) is None:
             parent = route.resident
             if parent is None or parent.running or parent.pinned_by:
                 return None
-            self.evict(parent)  # what it shares is given up: the path itself comes first
+            # The path itself comes first: what is not its own goes, then what it shares.
+            if route.ram_rows < parent.sequence.length:
+                self._cut_back(parent, route.ram_rows)
+            else:
+                self.evict(parent)
             route = self._lookup.route(ids)
-        resident = self._prepare(route)
+        resident = self._prepare(route, grown)
         try:
             resident.sequence.reserve(len(ids) - route.ram_rows + extra_rows)
             return self._restore(resident, route, ids)
         except BaseException:
             self.release(resident)
             raise
+
+    def promote(self, resident: Resident, ranks: Mapping[int, Rank]) -> None:
+        """Positions that have an anchor are wanted for more than it was taken for."""
+        for position, rank in ranks.items():
+            known = resident.sequence.anchors.get(position)
+            if known is None or known.rank >= rank:
+                continue
+            anchor = counted(replace(known, rank=rank), self._budget.anchors)
+            for other in self._index:  # whoever shares it
+                if other.sequence.anchors.get(position) is known:
+                    other.sequence.anchors[position] = anchor
 
     def why(self, ids: Ids, acquired: Acquired) -> PathMiss | None:
         """Why no more of a path came back; None if all of it did."""
@@ -94,13 +123,15 @@ class StateKeeper:
         resident.running = False
         if resident.forget_from is not None:
             sequence.truncate(sequence.restorable(resident.forget_from))
+            self._unwritten(resident, resident.forget_from)
             resident.forget_from = None
         if sequence.length == 0:
             self._remove(resident)
             return
         sequence.settle()
-        self._thin(sequence)
-        self._mark_pins(resident)
+        if not self._spaces.pool.layout.fixed_bytes:  # others are bounded by their bytes
+            thin(sequence)
+        resident.mark_pins(self._pins)
         self._merge(resident)
 
     def capture(
@@ -123,11 +154,11 @@ class StateKeeper:
             self._enter(resident, position, Anchor(row.clone(), fixed))
 
     def _enter(self, resident: Resident, position: int, anchor: Anchor) -> None:
-        resident.sequence.anchors[position] = self._counted(anchor)
+        resident.sequence.anchors[position] = counted(anchor, self._budget.anchors)
         limit_bytes = self._budget.anchor_limit_bytes
         if self._budget.anchors.used_bytes > limit_bytes:
             self.persist(resident)
-            self._retain(limit_bytes - limit_bytes // 8)
+            self._retain(self._index, limit_bytes - limit_bytes // 8)
 
     def persist(self, resident: Resident) -> None:
         """Hand the path to the writer, if there is one and it has not been told yet."""
@@ -157,8 +188,6 @@ class StateKeeper:
             return True
         for resident in self._index.victims():
             resident.sequence.settle()
-        if self._spaces.pool.layout.fixed_bytes:
-            self._retain(self._budget.anchors.used_bytes - self._budget.missing(size_bytes))
         drained = self.writer is None
         while self._budget.missing(size_bytes):
             victims = self._index.victims()
@@ -166,25 +195,37 @@ class StateKeeper:
             if self.writer is not None and not drained and not on_disk:
                 self.writer.drain()  # what waits to be written holds memory, too
                 drained = True
-            elif victims:
+            elif not victims:
+                return self._retain_for(size_bytes, list(self._index))
+            elif not self._retain_for(size_bytes, victims[:1]):
                 self.evict(victims[0])
-            else:
-                return False
         return True
+
+    def _retain_for(self, size_bytes: int, residents: list[Resident]) -> bool:
+        """Make room by letting anchors of these paths go; whether that was enough."""
+        if self._spaces.pool.layout.fixed_bytes:
+            self._retain(residents, held_bytes(residents) - self._budget.missing(size_bytes))
+        return not self._budget.missing(size_bytes)
 
     def evict(self, resident: Resident) -> None:
         """Let an idle path go, once it is on disk where a store is attached."""
+        self._cut_back(resident, 0)
+        self._remove(resident)
+        self.evicted += 1
+
+    def _cut_back(self, resident: Resident, rows: int) -> None:
+        """Let the rows of an idle path beyond the first `rows` go."""
         sequence = resident.sequence
         if self.writer is not None:
             if resident.persisted_rows < sequence.length:
                 self.persist(resident)
             self.writer.drain(resident)
-        self._history.remember(self._names(sequence.ids))
+        self._history.remember(_names(self._lookup.root, sequence.ids))
         buffers = {span.buffer for span in sequence.spans}
-        self._remove(resident)
+        sequence.truncate(rows)
+        resident.persisted_rows = min(resident.persisted_rows, rows)
         for buffer in buffers:
             self._spaces.tighten(buffer)
-        self.evicted += 1
 
     def clear(self) -> None:
         """Let every path go: the engine closes."""
@@ -203,14 +244,14 @@ class StateKeeper:
             known = resident.sequence.ids
             if shared_rows(known, stem) < len(stem):
                 continue
-            self._history.forget(self._names(known))
+            self._history.forget(_names(self._lookup.root, known))
             dropped += 1
             if resident.running:
                 resident.forget_from = start
                 continue
             buffers = [span.buffer for span in resident.sequence.spans]
             resident.sequence.truncate(resident.sequence.restorable(start))
-            resident.persisted_rows = min(resident.persisted_rows, resident.sequence.length)
+            self._unwritten(resident, start)
             if resident.sequence.length == 0:
                 self._remove(resident)
             for buffer in buffers:
@@ -225,18 +266,9 @@ class StateKeeper:
         else:
             self._pins.pop(owner, None)
         for resident in self._index:
-            self._mark_pins(resident)
+            resident.mark_pins(self._pins)
 
     # -- inside
-
-    def _mark_pins(self, resident: Resident) -> None:
-        """Note who pins a path. The last id of a pinned path may not have been forwarded yet."""
-        known = resident.sequence.ids
-        resident.pinned_by = {
-            owner
-            for owner, paths in self._pins.items()
-            if any(shared_rows(known, path) >= max(1, len(path) - 1) for path in paths)
-        }
 
     def _takes_over(self, route: Route) -> bool:
         """Whether the request grows the resident itself: it is idle and wholly reused, its state at
@@ -246,40 +278,42 @@ class StateKeeper:
             return False
         return self._spaces.pool.layout.sliceable or not route.disk.usable
 
-    def _room_for(self, route: Route, total_rows: int) -> bool:
-        """Make room for what the route does not share, sparing what it does."""
+    def _unwritten(self, resident: Resident, start: int) -> None:
+        """The store forgot the block in which `start` lies: what is left of it is on no disk."""
+        kept = min(start - start % BLOCK, resident.sequence.length)
+        resident.persisted_rows = min(resident.persisted_rows, kept)
+
+    def _room_for(self, route: Route, total_rows: int) -> Sequence | None:
+        """The sequence that the path will grow, with room for what the route does not share; None
+        if there is none. What the route builds on is spared, the anchor it begins at included."""
         parent = route.resident
         rows = total_rows - route.ram_rows
         if parent is None:
-            return self.make_room(self._spaces.bytes_for(rows))
+            grown = Sequence(self._spaces)
+            return grown if self.make_room(self._spaces.bytes_for(rows)) else None
         taken, running = self._takes_over(route), parent.running
         parent.running = True  # not a victim
         grown = parent.sequence if taken else parent.sequence.fork(route.ram_rows)
         try:
-            return self.make_room(grown.room_needed(rows))
+            if self.make_room(grown.room_needed(rows)):
+                return grown
         finally:
             parent.running = running
-            if not taken:
-                grown.close()
+        if not taken:
+            grown.close()
+        return None
 
-    def _prepare(self, route: Route) -> Resident:
+    def _prepare(self, route: Route, grown: Sequence) -> Resident:
         """The resident that will hold the path, marked as running."""
         parent = route.resident
-        taken = self._takes_over(route)
-        if parent is None:
-            resident = Resident(Sequence(self._spaces))
-        elif taken:
-            resident = parent
-        else:
-            resident = Resident(
-                parent.sequence.fork(route.ram_rows),
-                persisted_rows=min(parent.persisted_rows, route.ram_rows),
-            )
         if parent is not None:
             self._index.touch(parent)
-        if not taken:
-            self._index.add(resident)
-        resident.running = True
+            if grown is parent.sequence:
+                parent.running = True
+                return parent
+        persisted_rows = 0 if parent is None else min(parent.persisted_rows, route.ram_rows)
+        resident = Resident(grown, persisted_rows=persisted_rows, running=True)
+        self._index.add(resident)
         return resident
 
     def _restore(self, resident: Resident, route: Route, ids: Ids) -> Acquired:
@@ -315,11 +349,12 @@ class StateKeeper:
         if route.disk.anchored and sequence.length == route.restored:
             found = disk.restore_anchor(ids[: route.restored])
             if isinstance(found, Anchor):
-                sequence.resume(self._counted(found))
+                sequence.resume(counted(found, self._budget.anchors))
                 size_bytes += found.size_bytes
             else:
                 lost = found
         sequence.shorten()
+        resident.persisted_rows = min(resident.persisted_rows, sequence.length)
         self.restored_bytes += size_bytes
         self.on_restored(size_bytes, time.perf_counter() - started)
         return lost
@@ -327,63 +362,35 @@ class StateKeeper:
     def _merge(self, resident: Resident) -> None:
         """Keep one of two paths when one is the beginning of the other."""
         for other in self._index.subsumed_by(resident):
-            self._merge_anchors(other.sequence, resident.sequence)
-            self._remove(other)
+            self._merge_into(resident, other)
         for other in self._index:
             if other is resident or other.running:
                 continue
             known = other.sequence.ids
             if shared_rows(known, resident.sequence.ids) == resident.sequence.length:
-                self._merge_anchors(resident.sequence, other.sequence)
-                self._remove(resident)
+                self._merge_into(other, resident)
                 self._index.touch(other)
                 return
 
-    def _merge_anchors(self, gone: Sequence, kept: Sequence) -> None:
-        """One path takes over what another one knew."""
-        kept.anchors = {**gone.anchors, **kept.anchors}
-        kept.dropped = (kept.dropped | gone.dropped) - kept.anchors.keys()
+    def _merge_into(self, resident: Resident, other: Resident) -> None:
+        """One path takes over what another one knew, which goes."""
+        merge(other.sequence, resident.sequence)
+        if other.persisted_rows < other.sequence.length:  # its anchors may be on no disk yet
+            resident.persisted_rows = min(resident.persisted_rows, other.persisted_rows)
+        self._remove(other)
 
-    def _thin(self, sequence: Sequence) -> None:
-        """Keep the number of a path's anchors within bounds, whatever their bytes."""
-        step, kept = 1, set(sequence.anchors)
-        while len(kept) > MAX_ANCHORS:
-            kept = thinned(sequence.anchors, sequence.length, step)
-            step *= 2
-        self._keep_only(sequence, kept)
-
-    def _retain(self, limit_bytes: int) -> None:
-        """Let anchors of all paths go until they take no more than this, the least valuable
-        first; where a store is attached, they are in it by then."""
+    def _retain(self, residents: Iterable[Resident], limit_bytes: int) -> None:
+        """Let anchors go; where a store is attached, they are in it by then."""
         if self.writer is not None:
             self.writer.drain()
-        residents = sorted(self._index, key=lambda r: r.last_used)
-        paths = [
-            AnchoredPath(r.sequence.anchors, r.sequence.length, lasting=bool(r.pinned_by))
-            for r in residents
-        ]
-        for resident, kept in zip(residents, retained(paths, limit_bytes), strict=True):
-            self._keep_only(resident.sequence, kept)
-
-    def _keep_only(self, sequence: Sequence, kept: set[int]) -> None:
-        gone = sequence.anchors.keys() - kept
-        if gone:
-            sequence.dropped = sequence.dropped | gone
-            sequence.anchors = {p: sequence.anchors[p] for p in sorted(kept)}
+        retain(residents, limit_bytes)
 
     def _remove(self, resident: Resident) -> None:
         self._index.remove(resident)
         resident.sequence.close()
 
-    def _names(self, ids: Ids) -> list[bytes]:
-        """The digests of a path's full blocks and of its end."""
-        names = chain(self._lookup.root, ids)
-        return [*names[1:], digest_at(names, ids, len(ids))]
 
-    def _counted(self, anchor: Anchor) -> Anchor:
-        """Count an anchor until its last holder lets go of it, be it a path or the writer."""
-        meter, size_bytes = self._budget.anchors, anchor.size_bytes
-        meter.fold()
-        meter.take(size_bytes)
-        finalize(anchor, meter.give_back, size_bytes).atexit = False
-        return anchor
+def _names(root: bytes, ids: Ids) -> list[bytes]:
+    """The digests of a path's full blocks and of its end."""
+    names = chain(root, ids)
+    return [*names[1:], digest_at(names, ids, len(ids))]

@@ -6,7 +6,8 @@ The sequences in it are changed by the owner thread only; their ids are read her
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +41,15 @@ class Resident:
     persisted_rows: int = 0  # rows known to be on disk
     pinned_by: set[str] = field(default_factory=set)
     forget_from: int | None = None  # rows from here on go when the request ends
+
+    def mark_pins(self, pins: Mapping[str, SequenceOf[Ids]]) -> None:
+        """Note who pins the path. The last id of a pinned path may not have been forwarded yet."""
+        known = self.sequence.ids
+        self.pinned_by = {
+            owner
+            for owner, paths in pins.items()
+            if any(shared_rows(known, path) >= max(1, len(path) - 1) for path in paths)
+        }
 
 
 @dataclass(frozen=True)

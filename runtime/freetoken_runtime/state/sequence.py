@@ -248,6 +248,7 @@ class Sequence:
     def settle(self) -> None:
         """Give back what no sequence looks at: buffers used to less than half are copied tight."""
         self.reserved = 0
+        self._handed_over = {}
         self._drop_empty()
         for buffer in {id(span.buffer): span.buffer for span in self.spans}.values():
             self._spaces.tighten(buffer)
