@@ -92,6 +92,7 @@ class DirectReader:
         self._preadv = preadv
         self._pool = ThreadPoolExecutor(depth, "weights")
         self._descriptors: dict[Path, int] = {}
+        self._closed = False
         self._lock = Lock()
 
     def __enter__(self) -> Self:
@@ -109,6 +110,7 @@ class DirectReader:
         """Wait for what is under way; then nothing can be submitted."""
         self._pool.shutdown()
         with self._lock:
+            self._closed = True
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
             self._descriptors = {}
@@ -150,6 +152,8 @@ class DirectReader:
 
     def _open(self, path: Path) -> int:
         with self._lock:
+            if self._closed:
+                raise RuntimeError("the reader is closed")
             if path not in self._descriptors:
                 self._descriptors[path] = self._descriptor(path)
             return self._descriptors[path]
