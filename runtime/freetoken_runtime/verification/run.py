@@ -90,6 +90,9 @@ class Run:
     ) -> Verification:
         """Take the steps in the owner's thread, one at a time, until they end or `cancelled` says
         so; what was found until then counts. For a caller's thread."""
+        writer = self._tools.keeper.writer
+        if writer is not None:
+            writer.drain()  # what waits may be a copy of what is wrong
         steps = self._steps()
         try:
             while cancelled is None or not cancelled():
@@ -118,9 +121,7 @@ class Run:
 
     def _steps(self) -> Generator[tuple[int, int]]:
         """Between two of them other requests go on. Yields rows done and rows in all."""
-        disk, writer = self._tools.disk, self._tools.keeper.writer
-        if writer is not None:
-            writer.drain()  # what waits may be a copy of what is wrong
+        disk = self._tools.disk
         stored = [] if disk is None else records_of(disk, self._ids)
         records = [record for record in stored if self._is_chosen(record)]
         if disk is not None and records:
