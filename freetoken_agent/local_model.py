@@ -5,7 +5,7 @@ This is where the agent layer meets the runtime. Importing it loads no torch; `l
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from .errors import TokenizerUnsupported
 from .gguf_tokenizer import load_gguf_tokenizer
 from .hf_tokenizer import HFTokenizer
 from .model import (
+    NO_IDS,
     Fingerprint,
     ModelUnusable,
     PathMiss,
@@ -174,6 +175,7 @@ class LocalModel:
         anchors: Sequence[int] = (),
         lasting: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
+        anchor_before: Mapping[int, int] = NO_IDS,
         on_progress: Callable[[int, int], None] | None = None,
         announced: PathPlan | None = None,
     ) -> TokenStream:
@@ -185,6 +187,7 @@ class LocalModel:
             anchors=anchors,
             lasting=lasting,
             anchor_after=anchor_after,
+            anchor_before=anchor_before,
             on_progress=on_progress,
             announced=announced,
         )

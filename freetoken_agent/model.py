@@ -8,6 +8,7 @@ Plans and counts are the runtime's own records; its modules named here import no
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from freetoken_runtime.errors import ContextOverflow, InvalidSampling
@@ -32,6 +33,7 @@ __all__ = [
     "Model",
     "ModelClosed",
     "ModelUnusable",
+    "NO_IDS",
     "PathMiss",
     "PathPlan",
     "PathUsage",
@@ -39,6 +41,9 @@ __all__ = [
     "Token",
     "TokenStream",
 ]
+
+
+NO_IDS: Mapping[int, int] = MappingProxyType({})
 
 
 class ModelUnusable(FreetokenError):
@@ -149,14 +154,16 @@ class Model(Protocol):
         anchors: Sequence[int] = (),
         lasting: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
+        anchor_before: Mapping[int, int] = NO_IDS,
         on_progress: Callable[[int, int], None] | None = None,
         announced: PathPlan | None = None,
     ) -> TokenStream:
         """Forward what is missing of `ids`, then sample. `anchors`: positions to keep states at;
         `lasting`: those that many paths will go on from, kept longest; `anchor_after`: ids after
-        which generated text gets one; `on_progress(done, total)` counts prefilled rows and is
-        called from the engine's thread. `announced`: the plan of `ids` that was shown
-        before; `usage.changed` says why it did not come true."""
+        which generated text gets one; `anchor_before`: ids that get one so many tokens before
+        themselves, 0 to 3. `on_progress(done, total)` counts prefilled rows and is called from the
+        engine's thread. `announced`: the plan of `ids` that was shown before; `usage.changed` says
+        why it did not come true."""
 
     def warm(
         self,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 Tail = Literal["closed", "open", "partial"]
+MAX_BACK = 3  # what a model remembers of the tokens it has just passed, see `Model.generate`
 
 
 class ModelStep:
@@ -122,7 +123,8 @@ class ModelStep:
             replace(sampling, stop_ids=self._stops),
             anchors=draft.anchors,
             lasting=draft.lasting_anchors,
-            anchor_after=ends | segment_borders(draft.model),
+            anchor_after=ends | segment_closers(draft.model),
+            anchor_before=call_openers(draft.model),
             on_progress=self._note_progress,
             announced=self._announced,
         )
@@ -274,12 +276,22 @@ def _is_of_call(event: parsing.ParseEvent) -> bool:
     return isinstance(event, parsing.CallStarted | parsing.CallDelta)
 
 
-def segment_borders(model: Model) -> frozenset[int]:
-    """Control ids that the model writes right after a thought, at the start of a call or at its
-    end: a state kept there serves an edit of what follows."""
+def segment_closers(model: Model) -> frozenset[int]:
+    """Control ids that the model writes right after a thought or at the end of a call: a state kept
+    there serves an edit of what follows."""
     markup = model.format.markup
-    markers = (*markup.start, *markup.text, *markup.thinking, *markup.after_call)
     literals = [marker.core for marker in markup.thinking if marker.target == "text"]
-    literals += [marker.core for marker in markers if marker.target == "call"]
     ends = [model.tokenizer.split_frame(text)[-1:] for text in (*literals, markup.call_end) if text]
     return frozenset(part for end in ends for part in end if isinstance(part, int))
+
+
+def call_openers(model: Model) -> dict[int, int]:
+    """Control ids that begin a call behind a text or a thought, and how many tokens the template
+    puts between: a state kept where the text ends serves an edit of the call."""
+    markup, tokenizer = model.format.markup, model.tokenizer
+    openers: dict[int, int] = {}
+    for marker in (*markup.text, *markup.thinking):
+        first = tokenizer.split_frame(marker.core)[0]
+        if marker.target == "call" and isinstance(first, int):
+            openers.setdefault(first, min(len(tokenizer.encode_frame(marker.lead)), MAX_BACK))
+    return openers

@@ -77,11 +77,8 @@ def _paid_miss(
     nothing_ran = not reused and not usage.prefill_tokens
     if reused == announced.reused_tokens or nothing_ran:
         return announced.miss
-    told = usage.miss
-    if told is None:  # what is certain: nothing was restored beyond this position
-        lost = (usage.changed or "").rpartition("lost: ")[2]
-        cause = lost if reused < announced.reused_tokens and lost else "never_computed"
-        told = PathMiss(reused, cause, usage.input_tokens - reused)
+    # Of a model that does not say why, all that is certain is where the rest begins.
+    told = usage.miss or PathMiss(reused, "never_computed", usage.input_tokens - reused)
     return explained(told, path, ids, reused or None, earlier)
 
 
@@ -109,7 +106,7 @@ def explained(
     if miss.cause == OTHER_IDS:
         named = None if index is None else path.places[index].body.id
         other = earlier.going_on(ids, miss.position, named)
-    there = None if other is None else other.at(miss.position)
+    there = None if other is None else _counterpart(path, index, other, miss.position)
     return Miss(
         position=miss.position,
         segment=None if index is None else segments(path, [index])[0],
@@ -122,6 +119,17 @@ def explained(
         gap=miss.gap,
         dropped=miss.dropped,
     )
+
+
+def _counterpart(path: Path, index: int | None, other: Path, position: int) -> int | None:
+    """The place of `other` that stands where the one at `index` does. It may end before the
+    position: a content that only grew holds all of the old one."""
+    if index is not None:
+        start = path.start(index)
+        there = other.at(start)
+        if there is not None and other.start(there) == start:
+            return there
+    return other.at(position)
 
 
 def _change(path: Path, index: int | None, other: Path, there: int) -> Change:

@@ -8,7 +8,7 @@ logits and ignores constraints, so that malformed output can be scripted too.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from freetoken_storage.errors import FreetokenError, StoreMismatch
@@ -16,6 +16,7 @@ from freetoken_storage.records import Snapshots
 
 from .byte_tokenizer import ByteTokenizer
 from .model import (
+    NO_IDS,
     ContextOverflow,
     Fingerprint,
     ModelClosed,
@@ -107,6 +108,7 @@ class Request:
     anchors: tuple[int, ...]
     anchor_after: frozenset[int]
     lasting: tuple[int, ...] = ()
+    anchor_before: Mapping[int, int] = field(default_factory=dict)
 
 
 Part = str | Think | Call | Raw | Exception
@@ -253,6 +255,7 @@ class ScriptedModel:
         anchors: Sequence[int] = (),
         lasting: Sequence[int] = (),
         anchor_after: frozenset[int] = frozenset(),
+        anchor_before: Mapping[int, int] = NO_IDS,
         on_progress: Callable[[int, int], None] | None = None,
         announced: PathPlan | None = None,
     ) -> ScriptedStream:
@@ -264,9 +267,8 @@ class ScriptedModel:
                     value=len(self.requests),
                     remedy="script one more step",
                 )
-            request = Request(
-                tuple(ids), sampling, tuple(anchors), frozenset(anchor_after), tuple(lasting)
-            )
+            after, before = frozenset(anchor_after), dict(anchor_before)
+            request = Request(tuple(ids), sampling, tuple(anchors), after, tuple(lasting), before)
             self.requests.append(request)
             step = self._script.pop(0)
         if callable(step):
@@ -337,6 +339,8 @@ class ScriptedModel:
         start, forwarded = len(request.ids), sampled[:-1]
         path = [*request.ids, *forwarded]
         ends = [start + i + 1 for i, t in enumerate(forwarded) if t in request.anchor_after]
+        backs = request.anchor_before
+        ends += [start + i - backs[t] for i, t in enumerate(sampled) if i > backs.get(t, i)]
         with self._lock:
             self.ledger.record(path, [*ends, len(path)])
 

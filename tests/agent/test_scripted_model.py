@@ -179,6 +179,24 @@ def test_reuse_is_counted_from_what_was_forwarded() -> None:
     assert model.plan(prompt).source == "none"
 
 
+def test_states_are_kept_where_they_were_asked_for() -> None:
+    """Oracle: counting by hand. Only where a row was kept does a path end without a forward."""
+    model = ScriptedModel([Raw([1, 2, 3, 4, 5, 6])])
+    prompt = list(range(100, 150))
+    stream = model.generate(
+        prompt,
+        SamplingOptions(),
+        anchors=[10],
+        lasting=[5],
+        anchor_after=frozenset([2]),
+        anchor_before={5: 1},
+    )
+    list(stream)
+    path = [*prompt, 1, 2, 3, 4, 5, 6]
+    whole = [end for end in range(1, 56) if model.plan(path[:end]).prefill_tokens == 0]
+    assert whole == [5, 10, 50, 52, 53, 55]
+
+
 def test_states_on_disk_serve_another_model_of_the_same_weights_only() -> None:
     """Oracle: counting by hand: whole blocks of 64, and short ones at anchors."""
     database = MemoryDatabase()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real models, each with a second engine of its own for cold prefills."""
+"""Real models, with second engines for cold prefills; tiny ones of any family."""
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,24 @@ def smollm2(smollm2_path: Path) -> Iterator[LocalModel]:
     """Shared by the tests of a run: states of one test may serve another, counts say so."""
     with LocalModel.load(smollm2_path, config=ONE_THREAD) as model:
         yield model
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Callable[[str], Path]:
+    """`folder_of(family)`: a tiny random model of it, with the tokenizer and template of `tiny`."""
+    made = {"llama": tiny_folder}
+
+    def folder_of(family: str) -> Path:
+        if family not in made:
+            from freetoken_runtime.testing import build_checkpoint  # torch, for those who ask
+
+            folder = tmp_path_factory.mktemp(family)
+            config = json.loads((tiny_folder / "config.json").read_text())
+            same = ("vocab_size", "bos_token_id", "eos_token_id")
+            build_checkpoint(folder, family, **{key: config[key] for key in same})
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(tiny_folder / name, folder)
+            made[family] = folder
+        return made[family]
+
+    return folder_of
