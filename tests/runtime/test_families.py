@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from freetoken_runtime.config import EngineConfig, read_host, resolve
+from freetoken_runtime.engine import Engine
 from freetoken_runtime.family_configs import FAMILY_CONFIGS
 from freetoken_runtime.models.decoder import Decoder
 from freetoken_runtime.models.registry import FAMILIES, read_spec
 from freetoken_runtime.oracle import MODES, Oracle, distance, forward, in_passes, new_state
+from freetoken_runtime.sampler import SamplingParams
 from freetoken_runtime.specs.moe import MoeSpec
 from freetoken_runtime.testing import build_checkpoint, family_config
 from freetoken_runtime.weights import load, open_source
@@ -150,3 +153,29 @@ def test_the_spec_is_that_of_the_saved_folder(built: Built) -> None:
         read_spec(family_config(built.family, **built.settings).to_dict())
         == open_source(built.folder).spec
     )
+
+
+def test_an_engine_generates_and_goes_on_after_an_edit(built: Built) -> None:
+    """Oracle: transformers' greedy choice at every position of what was generated, cold, wherever
+    its two best are further apart than rounding; counts of reused and forwarded tokens."""
+    config = resolve(
+        EngineConfig(threads=1, prefill_chunk=48, anchor_interval=32, ram_budget_bytes=1 << 30),
+        read_host(),
+    )
+    first = built.oracle.ids(90, 11)
+    edited = first[:50] + built.oracle.ids(30, 12)
+    engine = Engine(load(built.folder), config, poison=True)
+    try:
+        for ids, least in ((first, 0), (edited, 32)):
+            generation = engine.generate(ids, SamplingParams(max_tokens=5), anchors=[len(ids)])
+            generated = [token.id for token in generation]
+            usage = generation.usage
+            assert usage.reused_tokens + usage.prefill_tokens == len(ids)
+            assert least <= usage.reused_tokens <= 50
+            logits = built.oracle.expected([*ids, *generated])[len(ids) - 1 : -1]
+            best, second = logits.topk(2).values.unbind(-1)
+            clear = (best - second) / (logits.max() - logits.min()) > 2 * TOLERANCE
+            wrong = (logits.argmax(-1) != torch.tensor(generated)) & clear
+            assert not wrong.any() and clear.sum() >= 4
+    finally:
+        engine.close()
