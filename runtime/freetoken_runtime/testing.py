@@ -4,14 +4,11 @@
 `transformers` is imported by the checkpoint builders only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from gguf.quants import dequantize, quantize
 
 from .batch import Batch, Form, RowGroup, SequenceRows
 from .family_configs import FAMILY_CONFIGS, MULTIMODAL_CONFIGS
@@ -183,55 +180,3 @@ def _randomise(name: str, parameter: torch.Tensor) -> None:
         parameter.uniform_(0.5, 1.5)
     else:
         parameter.normal_(0.0, 0.15)
-
-
-def build_gguf(file: Path, model: Any, kinds: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Write a transformers llama model as GGUF the way llama.cpp's converter does. `kinds`: last
-    part of a tensor's name (`attn_q`, `output`, …) -> type such as `Q4_1`; F32 where absent.
-    Returns the dequantised state, under the names of transformers: load it into `model` to get
-    the reference."""
-    config = model.config
-    writer = GGUFWriter(file, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
-    dequantised = {}
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        stored = names.get_name(name, (".weight", ".bias"))
-        rows = parameter.detach().numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        count = next((heads[part] for part in heads if part in name), None)
-        permuted = rows if count is None else _interleave(rows, count)
-        kind = GGMLQuantizationType[kinds.get(stored.split(".")[-2], "F32")]
-        data = quantize(permuted, kind)
-        writer.add_tensor(stored, data, raw_dtype=kind)
-        restored = dequantize(data, kind).reshape(rows.shape).astype(np.float32)
-        if count is not None:
-            restored = _undo_interleave(restored, count)
-        dequantised[name] = torch.from_numpy(restored.copy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return dequantised
-
-
-def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """`permute` of llama.cpp's converter: the halves of each head, interleaved."""
-    shape = rows.shape
-    return rows.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
-
-
-def _undo_interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    shape = rows.shape
-    return rows.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(shape)

@@ -39,10 +39,6 @@ class Stored:
     order: tuple[int, ...] = ()
 
     @property
-    def whole(self) -> bool:
-        return not (self.view or self.part or self.order)
-
-    @property
     def elements(self) -> int:
         sizes = list(self.view or self.shape)
         for dimension, start, stop in self.part:
@@ -56,6 +52,26 @@ class Stored:
         for dimension, start, stop in self.part:
             tensor = tensor.narrow(dimension, start, stop - start)
         return tensor.permute(self.order) if self.order else tensor
+
+    def rows(self) -> torch.Tensor | None:
+        """Which rows (all of a last dimension) are taken, as indices in the shape of what is taken;
+        None if parts of rows are."""
+        view = self.view or self.shape
+        last = len(view) - 1
+        picked = any(dimension == last for dimension, _, _ in self.part)
+        if view[-1] != self.shape[-1] or picked or (self.order and self.order[-1] != last):
+            return None
+        rows = torch.arange(prod(view[:-1])).view(view[:-1])
+        for dimension, start, stop in self.part:
+            rows = rows.narrow(dimension, start, stop - start)
+        return rows.permute(self.order[:-1]) if self.order else rows
+
+
+def in_one_run(rows: torch.Tensor) -> slice | None:
+    """Indices [n] as a slice, if they follow each other."""
+    first, count = int(rows[0]), len(rows)
+    run = torch.equal(rows, torch.arange(first, first + count))
+    return slice(first, first + count) if run else None
 
 
 # Ways to store a parameter, the preferred one first; each is a number of pieces, concatenated
@@ -114,7 +130,11 @@ class WeightSource(ABC):
     def _read(self, name: str, stored: Stored) -> torch.Tensor:
         """What a parameter takes of a stored tensor, in memory of its own."""
 
-    def _read_groups(self, name: str, stored: str) -> Groups | None:
+    def _read_groups(self, name: str, stored: Stored) -> Groups | None:
+        return None
+
+    def stored_format(self, name: str) -> str | None:
+        """How a parameter is quantised in the files, None if it is not."""
         return None
 
     def _stored_dtype(self, name: str, stored: Stored) -> torch.dtype:
@@ -158,9 +178,9 @@ class WeightSource(ABC):
     def read_groups(self, name: str) -> Groups | None:
         """A 4-bit matrix as stored, or None if it is not stored so (then `read` it)."""
         pieces = self._pieces[name]
-        if len(pieces) > 1 or not pieces[0].whole:
+        if len(pieces) > 1:
             return None
-        groups = self._read_groups(name, pieces[0].tensor)
+        groups = self._read_groups(name, pieces[0])
         if groups is not None:
             self._take(name)
         return groups
