@@ -248,9 +248,11 @@ class WeightsWriter:
                 while left and (part := file.read(min(left, _CHUNK_BYTES))):
                     digest.update(part)
                     left -= len(part)
+                gap = aligned(record.stop, RECORD_ALIGNMENT) - record.stop
+                zeros = file.read(gap)
         except OSError:
             return False
-        return left == 0 and digest.hexdigest() == record.xxh3
+        return left == 0 and digest.hexdigest() == record.xxh3 and zeros == bytes(gap)
 
     def _forget_the_rest(self) -> None:
         last = next(reversed(self.records.values()), None)
