@@ -264,7 +264,6 @@ class WeightsWriter:
         self._shard = int(last.shard.removeprefix("records-").removesuffix(".ftw"))
         self._end = aligned(last.stop, RECORD_ALIGNMENT)
         self._file = (self._model / last.shard).open("r+b", buffering=0)
-        self._file.truncate(last.stop)
         self._file.truncate(self._end)
         self._file.seek(self._end)
 

@@ -172,6 +172,20 @@ def test_a_record_that_fails_was_never_there(tmp_path: Path, expected: dict[str,
     assert content(folder) == expected
 
 
+def test_a_long_record_that_fails_leaves_no_tail(tmp_path: Path) -> None:
+    """It was longer than what follows it. Oracle: the reader, which knows the shard's size."""
+    with WeightsWriter(tmp_path / "model", {}) as writer:
+        with pytest.raises(ValueError, match="no"), writer.record("a") as out:
+            out.begin("weight", "uint8", (90_000,))
+            out.write(b"x" * 80_000)
+            raise ValueError("no")
+        with writer.record("b") as out:
+            out.begin("weight", "uint8", (3,))
+            out.write(b"abc")
+        writer.finish({}, {})
+    assert WeightsFile(tmp_path / "model").mapped("b").tobytes() == b"abc"
+
+
 def test_a_record_is_written_once(tmp_path: Path) -> None:
     with WeightsWriter(tmp_path / "model", {}) as writer:
         with writer.record("a") as out:
