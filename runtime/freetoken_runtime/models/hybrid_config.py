@@ -51,9 +51,10 @@ def read_mamba2(
 ) -> Mamba2Spec:
     """The `mamba_*` keys that granitemoehybrid and falcon_h1 share; `width` of all heads."""
     heads = reader.whole("mamba_n_heads", 128)
-    head_dim = reader.get("mamba_d_head", "auto")
-    if head_dim == "auto":
+    if reader.get("mamba_d_head", "auto") == "auto":
         head_dim = width // heads
+    else:
+        head_dim = reader.whole("mamba_d_head")
     if head_dim * heads != width:
         raise UnsupportedConfig(
             "mamba_n_heads · mamba_d_head must be the width of the Mamba layers",

@@ -43,7 +43,7 @@ def read_kimi_linear(config: Mapping[str, Any]) -> ModelSpec:
         if config.get(theirs, config.get(ours)) != config.get(ours, config.get(theirs)):
             raise UnsupportedConfig(
                 "config keys of one meaning differ",
-                value={theirs: config[theirs], ours: config[ours]},
+                value={theirs: config.get(theirs), ours: config.get(ours)},
             )
     absent = {"q_lora_rank": None}
     reader = ConfigReader(absent | {_SPELLINGS.get(key, key): x for key, x in config.items()})

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent attention in configurations and checkpoints, as DeepSeek spells it."""
 
-import math
-from collections.abc import Mapping
-
 from ..errors import UnsupportedConfig
 from ..spec import ModelSpec
 from ..specs.attention import MlaSpec
 from ..specs.rope import RopeSpec
 from ..weight_source import Shape, Stored, Ways
 from .config_reader import ConfigReader
-from .rope_config import read_rope
+from .rope_config import read_rope, score_scale
 from .weight_names import Naming
 
 
@@ -48,15 +45,8 @@ def read_deepseek_mla(reader: ConfigReader, context: int, *, pairs: bool) -> Mla
     """With rope; where it is scaled, `mscale_all_dim` scales the scores too."""
     turning = reader.whole("qk_rope_head_dim", 64)
     width = reader.whole("qk_nope_head_dim", 128) + turning
-    scaling = None
-    settings = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
-    if isinstance(settings, Mapping):
-        kind = settings.get("rope_type", settings.get("type", "default"))
-        factor, mscale = settings.get("factor", 1.0), settings.get("mscale_all_dim")
-        if kind != "default" and mscale and factor > 1:
-            scaling = width**-0.5 * (0.1 * mscale * math.log(factor) + 1.0) ** 2
     rope = read_rope(reader, turning, context)
-    return read_mla(reader, rope, scaling=scaling, pairs=pairs)
+    return read_mla(reader, rope, scaling=width**-0.5 * score_scale(reader), pairs=pairs)
 
 
 def mla_names(spec: ModelSpec, module: str = "self_attn") -> dict[str, str | Naming]:

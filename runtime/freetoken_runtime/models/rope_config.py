@@ -102,13 +102,32 @@ def _read_scaling(reader: ConfigReader, original_context: int) -> RopeScaling | 
 
 
 def _yarn_attention_factor(reader: ConfigReader, factor: float) -> float:
-    given = reader.get("attention_factor")
-    mscale, mscale_all = reader.get("mscale"), reader.get("mscale_all_dim")
+    """As transformers: two factors that are both there, and not 0, divide."""
+    given = None
+    if reader.get("attention_factor") is not None:
+        given = reader.number("attention_factor", 1.0)
+    mscale, mscale_all = (_number_or_0(reader, key) for key in ("mscale", "mscale_all_dim"))
     if given is not None:
-        return float(given)
+        return given
     if mscale and mscale_all:
         return _mscale(factor, mscale) / _mscale(factor, mscale_all)
     return _mscale(factor, 1.0)
+
+
+def score_scale(reader: ConfigReader) -> float:
+    """What a scaled rope multiplies the scores with where it has `mscale_all_dim`: the squared
+    factor of its paper's temperature; 1 for any other rope."""
+    settings = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    if not isinstance(settings, Mapping):
+        raise UnsupportedConfig("rope parameters", value=settings, limit="an object")
+    inside = ConfigReader(settings)
+    if inside.get("rope_type", inside.get("type", "default")) == "default":
+        return 1.0
+    return _mscale(inside.number("factor", 1.0), _number_or_0(inside, "mscale_all_dim")) ** 2
+
+
+def _number_or_0(reader: ConfigReader, key: str) -> float:
+    return 0.0 if reader.get(key, 0) == 0 else reader.number(key, 1.0)
 
 
 def _mscale(factor: float, mscale: float) -> float:
