@@ -282,10 +282,10 @@ class Engine:
         `cancelled()` are called in the caller's thread. Blocks. BudgetTooSmall, InvalidAnchors."""
         path = self._check(ids)
         chosen = None if positions is None else check_anchors(positions, len(path))
-        config, disk = self._config, self._lookup.disk
-        exact = config.dtype == "float32" and config.quant is None
+        disk = self._lookup.disk
+        exact = all(form == "float32" for name, form in self.formats.items() if name != "embedding")
         tools = Tools(self._model.decoder, self._runner, self._keeper, self._index, disk, exact)
-        run = Run(tools, path, chosen, config.prefill_chunk)
+        run = Run(tools, path, chosen, self._config.prefill_chunk)
         return run.drive(self._owner, on_progress, cancelled)
 
     def stats(self) -> EngineStats:
