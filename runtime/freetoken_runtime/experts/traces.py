@@ -128,18 +128,15 @@ def _best_hits(accesses: Sequence[Key], slots: int, held: set[Key]) -> int:
     for index in range(len(accesses) - 1, -1, -1):
         later[index] = seen.get(accesses[index], never)
         seen[accesses[index]] = index
-    # A heap of (-next access, key); entries of former times are stepped over when they surface.
-    due = {key: seen.get(key, never) for key in held}
-    heap = [(-at, key) for key, at in due.items()]
+    # By next access, the last first. An entry of a former access lies in the past, so it surfaces
+    # after those of all that is held.
+    heap = [(-seen.get(key, never), key) for key in held]
     heapq.heapify(heap)
     hits = 0
     for index, key in enumerate(accesses):
         hits += key in held
         held.add(key)
-        due[key] = later[index]
         heapq.heappush(heap, (-later[index], key))
-        while len(held) > slots:
-            at, last = heapq.heappop(heap)
-            if last in held and due[last] == -at:
-                held.remove(last)
+        if len(held) > slots:
+            held.remove(heapq.heappop(heap)[1])
     return hits
