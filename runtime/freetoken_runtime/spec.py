@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from .specs.rope import RopeSpec
 
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1_000  # with MAX_EXPERTS a bound on what a hostile configuration makes us list
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from freetoken_runtime.errors import UnsupportedConfig
 from freetoken_runtime.models.registry import FAMILIES, read_family
 from freetoken_runtime.testing import family_config
 from freetoken_storage.errors import FreetokenError
@@ -66,3 +67,20 @@ def test_no_value_is_met_by_anything_but_our_own_error(family: str) -> None:
         if spec.num_layers < 100:
             assert kind.names(spec).keys() == spec.parameter_shapes().keys()
     assert read > 20, "no value was harmless"
+
+
+COUNTS = {
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+    "deepseek_v3": "n_routed_experts",
+    "ernie4_5_moe": "moe_num_experts",
+    "llama": "num_hidden_layers",
+}
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_numbers_of_layers_and_experts_have_a_limit(family: str) -> None:
+    """Oracle: an error before two thousand million names are made."""
+    config = {**family_config(family).to_dict(), "layer_types": None, COUNTS[family]: 2**31 - 1}
+    with pytest.raises(UnsupportedConfig, match=str(2**31 - 1)):
+        read_family(config)

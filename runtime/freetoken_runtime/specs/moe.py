@@ -14,6 +14,8 @@ from typing import Literal
 from ..errors import UnsupportedConfig
 from .mlp import MlpSpec
 
+MAX_EXPERTS = 2_048  # each is a parameter by name: more would only be a long list
+
 Scores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["largest", "sum_of_two_largest"]
 
@@ -45,6 +47,10 @@ class RouterSpec:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.num_experts > MAX_EXPERTS:
+            raise UnsupportedConfig(
+                "more experts than any model has", value=self.num_experts, limit=MAX_EXPERTS
+            )
         available = self.num_experts
         if self.groups is not None:
             available = self._check_groups(self.groups)
