@@ -73,15 +73,9 @@ class StateKeeper:
     def _acquire(self, ids: Ids, extra_rows: int) -> Acquired | None:
         route = self._lookup.route(ids)
         while (grown := self._room_for(route, len(ids) + extra_rows)) is None:
-            parent = route.resident
-            if parent is None or parent.running or parent.pinned_by:
+            if route.resident is None or route.resident.sequence.length:
                 return None
-            # The path itself comes first: what is not its own goes, then what it shares.
-            if route.ram_rows < parent.sequence.length:
-                self._cut_back(parent, route.ram_rows)
-            else:
-                self.evict(parent)
-            route = self._lookup.route(ids)
+            route = self._lookup.route(ids)  # what it began with is gone
         resident = self._prepare(route, grown)
         try:
             resident.sequence.reserve(len(ids) - route.ram_rows + extra_rows)
@@ -209,12 +203,6 @@ class StateKeeper:
 
     def evict(self, resident: Resident) -> None:
         """Let an idle path go, once it is on disk where a store is attached."""
-        self._cut_back(resident, 0)
-        self._remove(resident)
-        self.evicted += 1
-
-    def _cut_back(self, resident: Resident, rows: int) -> None:
-        """Let the rows of an idle path beyond the first `rows` go."""
         sequence = resident.sequence
         if self.writer is not None:
             if resident.persisted_rows < sequence.length:
@@ -222,10 +210,10 @@ class StateKeeper:
             self.writer.drain(resident)
         self._history.remember(_names(self._lookup.root, sequence.ids))
         buffers = {span.buffer for span in sequence.spans}
-        sequence.truncate(rows)
-        resident.persisted_rows = min(resident.persisted_rows, rows)
+        self._remove(resident)
         for buffer in buffers:
             self._spaces.tighten(buffer)
+        self.evicted += 1
 
     def clear(self) -> None:
         """Let every path go: the engine closes."""
@@ -285,7 +273,8 @@ class StateKeeper:
 
     def _room_for(self, route: Route, total_rows: int) -> Sequence | None:
         """The sequence that the path will grow, with room for what the route does not share; None
-        if there is none. What the route builds on is spared, the anchor it begins at included."""
+        if there is none. What the route builds on is spared, the anchor it begins at included; the
+        path comes before what else an idle parent holds, and before the parent itself."""
         parent = route.resident
         rows = total_rows - route.ram_rows
         if parent is None:
@@ -299,6 +288,10 @@ class StateKeeper:
                 return grown
         finally:
             parent.running = running
+        if not running and not parent.pinned_by:
+            self.evict(parent)
+            if not taken and self.make_room(grown.room_needed(rows)):
+                return grown
         if not taken:
             grown.close()
         return None
