@@ -301,7 +301,7 @@ def test_foreign_newer_truncated_altered_and_too_large_are_told_apart(folder: Pa
         assert type(caught.value) is error
 
 
-def test_m06_missing_truncated_empty_and_longer_shards_are_named(folder: Path) -> None:
+def test_m6_missing_truncated_empty_and_longer_shards_are_named(folder: Path) -> None:
     """Before any record is read; small files too."""
     shard = sorted(folder.glob("records-*"))[1]
     whole = shard.read_bytes()
@@ -325,7 +325,7 @@ def test_m06_missing_truncated_empty_and_longer_shards_are_named(folder: Path) -
         WeightsFile(folder)
 
 
-def test_m06_a_shard_that_became_shorter_after_opening_is_refused(folder: Path) -> None:
+def test_m6_a_shard_that_became_shorter_after_opening_is_refused(folder: Path) -> None:
     """Touching the mapping would kill the process; reading first does not."""
     file = WeightsFile(folder)
     shard = folder / file.records["norm"].shard

@@ -77,7 +77,7 @@ class ShortReads:
 
 
 @pytest.mark.parametrize("limit", [4096, 4097, 5000, 65_536])
-def test_m07_a_short_read_is_completed(stored: tuple[Path, bytes], limit: int) -> None:
+def test_m7_a_short_read_is_completed(stored: tuple[Path, bytes], limit: int) -> None:
     """Every read ends early; the next one goes on, from a whole block. Oracle: the bytes."""
     path, content = stored
     preadv = ShortReads(limit)
@@ -88,7 +88,7 @@ def test_m07_a_short_read_is_completed(stored: tuple[Path, bytes], limit: int) -
     assert preadv.calls > SIZE // (limit + 1022) - 1
 
 
-def test_m07_a_read_that_cannot_be_completed_is_refused(
+def test_m7_a_read_that_cannot_be_completed_is_refused(
     stored: tuple[Path, bytes], tmp_path: Path
 ) -> None:
     """By one that makes no progress, by the end of the file, by a file that shrinks, by none."""
