@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from freetoken_storage.errors import BranchNotFound, SessionConflict
 
-from . import prices, views
+from . import views
 from .branch import Branch, StepGroup
 from .codec import BranchBody, pack_branch
 from .errors import GenerationConflict, NothingToGenerate
@@ -19,6 +19,7 @@ from .model import Model, PathPlan, PathUsage
 from .pairing import open_calls
 from .parsing import SegmentDone
 from .path import Body, Path, Place, Tail
+from .prices import Pricing
 from .segments import ReusePlan, Segment, Usage
 
 
@@ -48,12 +49,12 @@ class Draft:
         self._busy = True
         self._group = StepGroup("generate")
         self._base = path
-        self._earlier = handle.earlier()
         self._path = path
         self._joins = path.tail != "closed"
         self._opener: tuple[int, ...] = opener.ids
         self.kind: Literal["thinking", "text"] = opener.kind
         self.ids: tuple[int, ...] = (*path.ids, *opener.ids)
+        self._pricing = Pricing(self.model, path, self.ids, handle.earlier())
         self.conflict: GenerationConflict | None = None
 
     def __enter__(self) -> Self:
@@ -88,18 +89,11 @@ class Draft:
 
     def plan(self) -> tuple[ReusePlan, PathPlan | None]:
         """The price of `ids`, and the model's own form of it, if it can forward them."""
-        return prices.priced(self.model, self._base, self.ids, self._earlier)
+        return self._pricing.plans()
 
     def paid(self, usage: PathUsage, announced: ReusePlan, thinking_tokens: int) -> Usage:
         """The model's counts, with the reason for what it forwarded."""
-        return prices.paid(
-            usage,
-            announced,
-            self._base,
-            self.ids,
-            self._earlier,
-            thinking_tokens=thinking_tokens,
-        )
+        return self._pricing.paid(usage, announced, thinking_tokens=thinking_tokens)
 
     def _new_call_id(self) -> str:
         """9 alphanumerics that no call of the path has."""

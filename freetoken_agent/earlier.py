@@ -22,20 +22,19 @@ class EarlierPaths:
     branch: Branch
     before: Path | None = None
 
-    def going_on(self, ids: Sequence[int], position: int, segment: str | None) -> Path | None:
-        """A path that begins with ids[:position] and goes on with other ids, likeliest first: where
-        an edit starts, what this branch left lately, then anywhere in the stored tree, there one
-        that holds `segment` later on, if any does. None if the session has none."""
+    def going_on(self, ids: Sequence[int], position: int, segment: str | None) -> Iterator[Path]:
+        """Paths that begin with ids[:position] and go on with other ids, the likeliest first: where
+        an edit starts, what this branch left lately, then the stored tree, the newest first, each
+        there down to `segment` if it holds it later on."""
         wanted = tuple(ids)
         for path in self._at_hand():
-            if len(path.ids) > position == common_length(path.ids, wanted):
-                return path
+            if _part_at(path.ids, wanted, position):
+                yield path
         try:
-            return _Tree(self.sessions, self.session, self.branch.bodies).find(
-                wanted, position, segment
-            )
+            tree = _Tree(self.sessions, self.session, self.branch.bodies)
+            yield from tree.find(wanted, position, segment)
         except StorageError:  # what stood there is a courtesy, a plan must not fail for it
-            return None
+            return
 
     def _at_hand(self) -> Iterator[Path]:
         if self.before is not None:
@@ -54,26 +53,22 @@ class _Tree:
         for node in sessions.nodes(session):
             self._children.setdefault(node.parent, []).append(node)
 
-    def find(self, ids: tuple[int, ...], position: int, segment: str | None) -> Path | None:
-        """The newest path as in `EarlierPaths.going_on`."""
-        found: Path | None = None
+    def find(self, ids: tuple[int, ...], position: int, segment: str | None) -> list[Path]:
+        """The paths as in `EarlierPaths.going_on`."""
+        found: list[tuple[int, Path]] = []
         pending: list[tuple[int, tuple[Place, ...], int]] = [(ROOT, (), 0)]
         while pending:
             parent, above, start = pending.pop()
             for place in self._places(self._children.get(parent, ())):
+                assert place.node is not None, "read from the store"
                 own = (*place.gap_ids, *place.body.ids)
                 shared = common_length(own, ids[start : start + len(own)])
                 if shared == len(own) and start + shared <= position:
-                    assert place.node is not None, "read from the store"
                     pending.append((place.node, (*above, place), start + shared))
                 elif start + shared == position:
                     below = self._way_to(place, segment)
-                    path = Path((*above, place, *below))
-                    if below or segment is None:
-                        return path
-                    if found is None or _node(path) > _node(found):
-                        found = path
-        return found
+                    found.append((place.node, Path((*above, place, *below))))
+        return [path for _, path in sorted(found, key=lambda entry: -entry[0])]
 
     def _places(self, records: Sequence[NodeRecord]) -> list[Place]:
         """The places of these nodes; segments that a purge takes meanwhile are left out."""
@@ -106,6 +101,8 @@ class _Tree:
         return []
 
 
-def _node(path: Path) -> int:
-    node = path.places[-1].node
-    return ROOT if node is None else node
+def _part_at(known: tuple[int, ...], ids: tuple[int, ...], position: int) -> bool:
+    """Whether two paths share exactly their first `position` ids, and `known` goes on."""
+    if len(known) <= position or known[position : position + 1] == ids[position : position + 1]:
+        return False
+    return known[:position] == ids[:position]

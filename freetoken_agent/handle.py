@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from freetoken_storage.records import Sessions, Snapshots
 
-from . import prices, views
+from . import views
 from .binding import Binding
 from .branch import Branch
 from .codec import SessionBody
@@ -21,6 +21,7 @@ from .layout import Layout
 from .model import Model
 from .pairing import open_calls
 from .path import Body, Path, Place, settled
+from .prices import Pricing
 from .segments import Edit, ReusePlan, Segment
 
 if TYPE_CHECKING:
@@ -301,4 +302,4 @@ def plan_of(
     earlier: EarlierPaths,
     thinking: bool | None = None,
 ) -> ReusePlan:
-    return prices.price(model, path, next_ids(layout, path, thinking), earlier)
+    return Pricing(model, path, next_ids(layout, path, thinking), earlier).plan()

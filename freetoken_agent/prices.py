@@ -6,7 +6,9 @@ found here; see `Miss`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 
 from .earlier import EarlierPaths
 from .model import ContextOverflow, Model, PathMiss, PathPlan, PathUsage
@@ -15,71 +17,105 @@ from .segments import Change, Miss, MissPart, ReusePlan, Usage
 from .views import segments
 
 OTHER_IDS = "different_ids"
+MAX_COMPARED = 32  # earlier paths that are tried for what stood in a place
 
 
-def price(model: Model, path: Path, ids: Sequence[int], earlier: EarlierPaths) -> ReusePlan:
-    """What forwarding `ids` (the path, perhaps with an opener) would cost."""
-    return priced(model, path, ids, earlier)[0]
+@dataclass(frozen=True)
+class Pricing:
+    """A path that `model` is to forward: its `ids`, perhaps with an opener behind them."""
 
+    model: Model
+    path: Path
+    ids: tuple[int, ...]
+    earlier: EarlierPaths
 
-def priced(
-    model: Model, path: Path, ids: Sequence[int], earlier: EarlierPaths
-) -> tuple[ReusePlan, PathPlan | None]:
-    """The same, with the plan as the model made it; None where it made none."""
-    if not ids:
-        return _plan(PathPlan(0, 0, 0, "none", None, None, 0.0), None), None
-    try:
-        made = model.plan(ids)
-    except ContextOverflow:
-        limit, total = model.context_limit, len(ids)
-        overflow = PathPlan(total, 0, total, "none", None, None, math.inf)
-        beyond = PathMiss(limit, "context_overflow", total - limit)
-        return _plan(overflow, explained(beyond, path, ids, None, earlier)), None
-    miss = made.miss
-    why = None if miss is None else explained(miss, path, ids, made.anchor, earlier)
-    return _plan(made, why), made
+    def plan(self) -> ReusePlan:
+        """What it would cost."""
+        return self.plans()[0]
 
+    def plans(self) -> tuple[ReusePlan, PathPlan | None]:
+        """The same, with the plan as the model made it; None where it made none."""
+        if not self.ids:
+            return _plan(PathPlan(0, 0, 0, "none", None, None, 0.0), None), None
+        try:
+            made = self.model.plan(self.ids)
+        except ContextOverflow:
+            limit, total = self.model.context_limit, len(self.ids)
+            overflow = PathPlan(total, 0, total, "none", None, None, math.inf)
+            beyond = PathMiss(limit, "context_overflow", total - limit)
+            return _plan(overflow, self._explained(beyond, None)), None
+        miss = made.miss
+        return _plan(made, None if miss is None else self._explained(miss, made.anchor)), made
 
-def paid(
-    usage: PathUsage,
-    announced: ReusePlan,
-    path: Path,
-    ids: Sequence[int],
-    earlier: EarlierPaths,
-    *,
-    thinking_tokens: int = 0,
-) -> Usage:
-    """A model's counts for `ids`, which had been priced as `announced`, with the reason for what
-    was forwarded: the plan's own, unless something ran in between."""
-    return Usage(
-        input_tokens=usage.input_tokens,
-        reused_tokens=usage.reused_tokens,
-        prefill_tokens=usage.prefill_tokens,
-        output_tokens=usage.output_tokens,
-        thinking_tokens=thinking_tokens,
-        ttft_s=usage.ttft_s,
-        decode_s=usage.decode_s,
-        changed=usage.changed,
-        miss=_paid_miss(usage, announced, path, ids, earlier),
-    )
+    def paid(self, usage: PathUsage, announced: ReusePlan, *, thinking_tokens: int = 0) -> Usage:
+        """The model's counts, with the reason for what was forwarded: that of the announced plan,
+        unless something ran in between."""
+        return Usage(
+            input_tokens=usage.input_tokens,
+            reused_tokens=usage.reused_tokens,
+            prefill_tokens=usage.prefill_tokens,
+            output_tokens=usage.output_tokens,
+            thinking_tokens=thinking_tokens,
+            ttft_s=usage.ttft_s,
+            decode_s=usage.decode_s,
+            changed=usage.changed,
+            miss=self._paid_miss(usage, announced),
+        )
 
+    def _paid_miss(self, usage: PathUsage, announced: ReusePlan) -> Miss | None:
+        reused = usage.reused_tokens
+        if reused == usage.input_tokens:
+            return None
+        nothing_ran = not reused and not usage.prefill_tokens
+        if reused == announced.reused_tokens or nothing_ran:
+            return announced.miss
+        # Of a model that does not say why, all that is certain is where the rest begins.
+        told = usage.miss or PathMiss(reused, "never_computed", usage.input_tokens - reused)
+        return self._explained(told, reused or None)
 
-def _paid_miss(
-    usage: PathUsage,
-    announced: ReusePlan,
-    path: Path,
-    ids: Sequence[int],
-    earlier: EarlierPaths,
-) -> Miss | None:
-    reused = usage.reused_tokens
-    if reused == usage.input_tokens:
-        return None
-    nothing_ran = not reused and not usage.prefill_tokens
-    if reused == announced.reused_tokens or nothing_ran:
-        return announced.miss
-    # Of a model that does not say why, all that is certain is where the rest begins.
-    told = usage.miss or PathMiss(reused, "never_computed", usage.input_tokens - reused)
-    return explained(told, path, ids, reused or None, earlier)
+    def _explained(self, miss: PathMiss, anchor: int | None) -> Miss:
+        """A miss in token positions, with its segment, and what stood there if other ids did."""
+        path, position = self.path, miss.position
+        index = path.at(position)
+        part: MissPart = "opener"
+        if index is not None:
+            part = "frame" if position < path.content_start(index) else "content"
+        other = None
+        if miss.cause == OTHER_IDS:
+            named = None if index is None else path.places[index].body.id
+            candidates = self.earlier.going_on(self.ids, position, named)
+            other = self._computed(candidates, position)
+        there = None if other is None else _counterpart(path, index, other, position)
+        known = None if other is None or there is None else (other, there)
+        return Miss(
+            position=position,
+            segment=None if index is None else segments(path, [index])[0],
+            part=part,
+            cause=miss.cause,
+            change=None if known is None else _change(path, index, *known),
+            was=None if known is None else segments(known[0], [known[1]])[0],
+            tokens=miss.tokens,
+            anchor=anchor,
+            gap=miss.gap,
+            dropped=miss.dropped,
+        )
+
+    def _computed(self, paths: Iterable[Path], position: int) -> Path | None:
+        """Of paths that all go on at the position, the first that the model knows from there to the
+        end of a segment, or else furthest. None if it knows none: the path that it knows is then
+        another session's."""
+        best, best_rows = None, position
+        for path in islice(paths, MAX_COMPARED):
+            there = path.at(position)
+            assert there is not None, "the path goes on"
+            end = min(path.ends[there], self.model.context_limit)
+            miss = self.model.plan(path.ids[:end]).miss
+            rows = end if miss is None or miss.cause == "no_anchor" else miss.position
+            if rows > best_rows:
+                best, best_rows = path, rows
+            if rows == end:
+                break
+        return best
 
 
 def _plan(made: PathPlan, miss: Miss | None) -> ReusePlan:
@@ -91,33 +127,6 @@ def _plan(made: PathPlan, miss: Miss | None) -> ReusePlan:
         anchor=made.anchor,
         miss=miss,
         predicted_s=made.predicted_s,
-    )
-
-
-def explained(
-    miss: PathMiss, path: Path, ids: Sequence[int], anchor: int | None, earlier: EarlierPaths
-) -> Miss:
-    """A miss in token positions, with its segment, and what stood there if other ids did."""
-    index = path.at(miss.position)
-    part: MissPart = "opener"
-    if index is not None:
-        part = "frame" if miss.position < path.content_start(index) else "content"
-    other = None
-    if miss.cause == OTHER_IDS:
-        named = None if index is None else path.places[index].body.id
-        other = earlier.going_on(ids, miss.position, named)
-    there = None if other is None else _counterpart(path, index, other, miss.position)
-    return Miss(
-        position=miss.position,
-        segment=None if index is None else segments(path, [index])[0],
-        part=part,
-        cause=miss.cause,
-        change=None if other is None or there is None else _change(path, index, other, there),
-        was=None if other is None or there is None else segments(other, [there])[0],
-        tokens=miss.tokens,
-        anchor=anchor,
-        gap=miss.gap,
-        dropped=miss.dropped,
     )
 
 

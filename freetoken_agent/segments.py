@@ -186,8 +186,11 @@ class Miss(_Frozen):
         return f"{frame}{_named(self.segment)}"
 
     def _why(self) -> str:
+        kind, _, part = self.cause.partition(":")
+        if kind == "fingerprint":
+            return f": computed by a model of other {part.replace('_', ' ')}"
         if self.was is None or self.change is None or self.change == "framed":
-            return f": {_CAUSES.get(self.cause, self.cause.replace('_', ' '))}"
+            return f": {_CAUSES.get(self.cause, self.cause)}"
         return f": {_CHANGES[self.change].format(was=_named(self.was))}"
 
     def _denser(self) -> str:

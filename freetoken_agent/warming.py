@@ -3,8 +3,8 @@
 
 import anyio.to_thread
 
-from . import prices
 from .handle import Handle
+from .prices import Pricing
 from .segments import Usage
 
 
@@ -17,7 +17,8 @@ async def warm(handle: Handle) -> Usage:
 def warm_sync(handle: Handle) -> Usage:
     """The same in the calling thread."""
     model, _ = handle.bound()
-    path, earlier = handle.path, handle.earlier()
-    announced, _ = prices.priced(model, path, path.ids, earlier)
+    path = handle.path
+    pricing = Pricing(model, path, path.ids, handle.earlier())
+    announced = pricing.plan()
     usage = model.warm(path.ids, anchors=path.anchors, lasting=path.lasting_anchors)
-    return prices.paid(usage, announced, path, path.ids, earlier)
+    return pricing.paid(usage, announced)

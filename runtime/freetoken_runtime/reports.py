@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Offload = Literal["none", "ram", "disk"]
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,29 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class ExpertStats:
+    """Experts that do not stay in memory, counted since load. `level`: the lowest place they come
+    from. A layer's experts that a pass wants are `hits` if they had a slot, or were on their way
+    to one, and `misses` else; `fetched`: how many were brought into slots, those fetched ahead
+    included; `read_bytes`: from the disk; `waves`: rounds that layers needed to bring the experts
+    of a pass through their slots; `evictions`: experts that gave way."""
+
+    level: Offload
+    slots: int = 0
+    slot_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    fetched: int = 0
+    read_bytes: int = 0
+    waves: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A picture of the engine. Bytes are counted per allocation, once."""
 
-    weights_bytes: int
+    weights_bytes: int  # slots of experts included
     state_bytes: int  # KV allocations and anchors' rows in RAM
     working_bytes: int  # set aside for activations
     ram_budget_bytes: int
@@ -134,3 +154,4 @@ class EngineStats:
     evicted_paths: int
     compute_threads: int
     store_error: str | None = None  # the last write error that no flush has reported yet
+    experts: ExpertStats = ExpertStats("none")
