@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from .errors import InvalidConfig
+from .reports import Offload
 
 DType = Literal["auto", "float32", "bfloat16"]
 Quant = Literal["int8", "int4"]
@@ -19,6 +20,7 @@ Quant = Literal["int8", "int4"]
 MAX_THREADS = 256
 MAX_CHUNK = 8192
 MAX_BATCH = 256
+MAX_EXPERT_SLOTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class EngineConfig:
     prefill_chunk     rows of one prompt that are forwarded in one pass
     max_batch         sequences that decode in one pass
     anchor_interval   tokens between the interior anchors of layers that cannot be sliced
+    offload           where experts lie that have no slot: "ram" holds them in the dtype of the
+                      file where that is smaller than what computes, "disk" fetches them when they
+                      are needed, "none" keeps all as they compute; None is "none" if that fits
+                      the budget, else "disk"
+    expert_slots      how many experts stay in memory in the form that computes; None is what the
+                      budget leaves
     hash_cache        a file that remembers the content hashes of weight files; without one they
                       are hashed at each load
     """
@@ -45,6 +53,8 @@ class EngineConfig:
     max_batch: int = 8
     anchor_interval: int = 1024
     hash_cache: Path | None = None
+    offload: Offload | None = None
+    expert_slots: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
@@ -56,6 +66,9 @@ class EngineConfig:
         _within("prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)
         _within("max_batch", self.max_batch, 1, MAX_BATCH)
         _within("anchor_interval", self.anchor_interval, 1, 1 << 30)
+        _one_of("offload", self.offload, (None, "none", "ram", "disk"))
+        if self.expert_slots is not None:
+            _within("expert_slots", self.expert_slots, 1, MAX_EXPERT_SLOTS)
         if not isinstance(self.hash_cache, Path | None):
             raise InvalidConfig("hash_cache is no path", value=self.hash_cache, limit="a Path")
 
@@ -81,6 +94,8 @@ class ResolvedConfig:
     max_batch: int
     anchor_interval: int
     hash_cache: Path | None
+    offload: Offload | None  # None: by what fits, which only the weights can tell
+    expert_slots: int | None
 
 
 def resolve(config: EngineConfig, host: Host) -> ResolvedConfig:
@@ -95,6 +110,8 @@ def resolve(config: EngineConfig, host: Host) -> ResolvedConfig:
         max_batch=config.max_batch,
         anchor_interval=config.anchor_interval,
         hash_cache=config.hash_cache,
+        offload=config.offload,
+        expert_slots=config.expert_slots,
     )
 
 

@@ -23,10 +23,11 @@ from .attachment import Attachment
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
 from .contention import ThreadGovernor, apart
 from .errors import InvalidAnchors, InvalidConfig, InvalidIds
+from .experts.choice import usual_level
 from .generation import Generation
 from .memory import MemoryBudget, return_freed_memory
 from .owner import Owner
-from .plan import plan_memory, reserve_rows
+from .plan import reserve_rows
 from .reports import EngineStats, ReusePlan, Usage, Verification
 from .runner import Runner
 from .sampler import SamplingParams
@@ -55,8 +56,8 @@ class Engine:
     """A loaded model with its states. Made by `Engine.load`; a context manager."""
 
     def __init__(self, model: LoadedModel, config: ResolvedConfig, *, poison: bool = False) -> None:
-        """`load` is the usual way. `poison`: fresh KV rows are NaN, so that a row which is read
-        before it was written shows."""
+        """`load` is the usual way. `poison`: fresh KV rows and free expert slots are NaN, so that
+        what is read before it was written shows."""
         spec = model.spec
         self._model = model
         self._config = config
@@ -65,7 +66,8 @@ class Engine:
         self.notes = model.notes  # what was not done as asked, one sentence each
         self.fingerprint = _fingerprint(model)
         pool = Pool(StateLayout.of(spec.states(), torch.float32), poison=poison)
-        plan = plan_memory(spec, config, model.decoder.size_bytes, config.ram_budget_bytes)
+        plan = model.plan(config)
+        model.experts.resize(plan.slots, poison=poison)
         self._budget = MemoryBudget(plan, pool.meter)
         self._index = PrefixIndex()
         self._pool = pool
@@ -106,7 +108,11 @@ class Engine:
         reserve = Reserve(rows, source.spec.bytes_per_token()) if rows else None
         model = apart(
             lambda: load(
-                source, dtype=resolved.dtype, quant=resolved.quant, hash_cache=resolved.hash_cache
+                source,
+                dtype=resolved.dtype,
+                quant=resolved.quant,
+                hash_cache=resolved.hash_cache,
+                offload=resolved.offload or usual_level(source, resolved),
             )
         )
         return_freed_memory()  # what loading left with malloc counts in the budget, too
@@ -180,12 +186,12 @@ class Engine:
         if ram_bytes is None:
             return
         EngineConfig(ram_budget_bytes=ram_bytes)  # InvalidConfig unless it may be asked for
-        config = replace(self._config, ram_budget_bytes=ram_bytes)
-        plan = plan_memory(self._model.spec, config, self._model.decoder.size_bytes, ram_bytes)
+        plan = self._model.plan(replace(self._config, ram_budget_bytes=ram_bytes))
 
         def change() -> None:
             self._budget.plan = plan
             self._keeper.make_room(0)
+            self._model.experts.resize(plan.slots)
             return_freed_memory()
 
         self._owner.call(change)
@@ -293,7 +299,7 @@ class Engine:
         plan, persister = self._budget.plan, self._attachment.persister
         error = persister.last_error if persister is not None else None
         return EngineStats(
-            weights_bytes=plan.weights_bytes,
+            weights_bytes=plan.weights_bytes + plan.slots_bytes,
             state_bytes=self._budget.states_bytes,
             working_bytes=plan.working_bytes,
             ram_budget_bytes=plan.budget_bytes,
@@ -309,6 +315,7 @@ class Engine:
             evicted_paths=self._keeper.evicted,
             compute_threads=self._governor.threads,
             store_error=str(error) if error is not None else None,
+            experts=self._model.experts.counts,
         )
 
     def close(self) -> None:
@@ -324,6 +331,7 @@ class Engine:
             self._attachment.drop()
             self._owner.call(self._keeper.clear)
             self._owner.close()
+        self._model.experts.close()
 
     def __enter__(self) -> Self:
         return self

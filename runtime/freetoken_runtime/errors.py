@@ -20,7 +20,8 @@ FreetokenError
     └── WeightsError
         ├── WeightsNotFound        a shard that an index names is absent
         ├── WeightsDamaged         truncated, empty, foreign or altered files
-        └── WeightsMismatch        missing, unused, doubled or wrongly shaped tensors
+        ├── WeightsMismatch        missing, unused, doubled or wrongly shaped tensors
+        └── WeightsTimeout         a disk that does not answer
 """
 
 from freetoken_storage.errors import FreetokenError
@@ -138,3 +139,9 @@ class WeightsMismatch(WeightsError):
     """The files and the architecture disagree: tensors missing, unused, doubled or misshapen."""
 
     code = "weights_mismatch"
+
+
+class WeightsTimeout(WeightsError):
+    """An expert did not arrive from the disk in time. The request ends, the engine goes on."""
+
+    code = "weights_timeout"

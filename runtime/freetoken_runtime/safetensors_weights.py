@@ -6,7 +6,7 @@ Files are mapped, tensors copied out of the mapping one at a time.
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from .errors import (
     WeightsNotFound,
 )
 from .models.registry import read_family
-from .weight_source import Names, Stored, WeightSource
+from .quantised.config import read_scheme
+from .quantised.tensors import Entry, QuantisedTensor, Scheme
+from .weight_source import Groups, Names, Stored, StoredAt, WeightSource
 
 INDEX_NAME = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,38 +49,69 @@ class SafetensorsFolder(WeightSource):
     """Weights of a folder. Errors name the file: WeightsNotFound, WeightsDamaged."""
 
     def __init__(self, folder: Path) -> None:
-        family, spec = read_family(read_config(folder))
+        config = read_config(folder)
+        scheme = read_scheme(config)
+        family, spec = read_family(config)
         self._files = _shards(folder)
         self._handles: dict[str, Any] = {}  # tensor -> the open file that holds it
+        self._places: dict[str, StoredAt] = {}
         for file in self._files:
             handle = _open(file)
             for tensor in handle.keys():
                 if tensor in self._handles:
                     raise WeightsMismatch(f"tensor {tensor!r} is stored twice", value=str(file))
                 self._handles[tensor] = handle
+            self._places |= _places(file)
         place = _text_prefix(self._handles)
         names = family.names(spec)
         super().__init__(folder, spec, names if place is None else _placed(names, place))
         self._drop_what_the_text_part_lacks()
         if spec.tied_head:
             self._drop_copy_of_tied_head(_HEAD if place is None else place(_HEAD))
+        self._quantised: Mapping[str, QuantisedTensor] = {}
+        self._parts: frozenset[str] = frozenset()  # stored tensors that are seen as others
+        if scheme is not None:
+            self._put_together(scheme)
 
     @property
     def files(self) -> Sequence[Path]:
         return self._files
 
     def _stored_names(self) -> set[str]:
-        return set(self._handles)
+        return (set(self._handles) - self._parts) | self._quantised.keys()
 
     def _stored_shape(self, stored: str) -> tuple[int, ...]:
-        return tuple(self._handles[stored].get_slice(stored).get_shape())
+        if stored in self._quantised:
+            return self._quantised[stored].shape
+        return self._entry(stored).shape
+
+    def stored_format(self, name: str) -> str | None:
+        found = (self._quantised.get(piece.tensor) for piece in self._pieces[name])
+        return " and ".join(sorted({x.format for x in found if x is not None})) or None
+
+    def _entry(self, stored: str) -> Entry:
+        header = self._handles[stored].get_slice(stored)
+        return Entry(tuple(header.get_shape()), header.get_dtype())
+
+    def _tensor(self, stored: str) -> torch.Tensor:
+        """A view of the file."""
+        tensor: torch.Tensor = self._handles[stored].get_tensor(stored)
+        return tensor
 
     def _stored_dtype(self, name: str, stored: Stored) -> torch.dtype:
+        if stored.tensor in self._quantised:
+            return torch.float32
         kind = self._handles[stored.tensor].get_slice(stored.tensor).get_dtype()
         return _DTYPES.get(kind) or super()._stored_dtype(name, stored)
 
+    def stored_at(self, tensor: str) -> StoredAt | None:
+        return self._places.get(tensor)
+
     def _read(self, name: str, stored: Stored) -> torch.Tensor:
-        tensor = self._handles[stored.tensor].get_tensor(stored.tensor)
+        quantised = self._quantised.get(stored.tensor)
+        if quantised is not None:
+            return self._dequantise(quantised, stored)
+        tensor = self._tensor(stored.tensor)
         if tensor.dtype not in _FLOATS:
             raise UnsupportedQuantization(
                 f"tensor {stored.tensor!r} in {self.path} is stored in a dtype that is not "
@@ -87,6 +120,30 @@ class SafetensorsFolder(WeightSource):
                 limit="float32, bfloat16, float16, float64",
             )
         return stored.take(tensor).clone(memory_format=torch.contiguous_format)
+
+    def _dequantise(self, quantised: QuantisedTensor, stored: Stored) -> torch.Tensor:
+        rows = stored.rows()
+        if rows is None:  # what is taken are parts of rows
+            whole = quantised.dequantise(self._tensor).view(quantised.shape)
+            return stored.take(whole).clone(memory_format=torch.contiguous_format)
+        taken = quantised.dequantise(self._tensor, rows.flatten())
+        return taken.view(*rows.shape, quantised.shape[-1])
+
+    def _read_groups(self, name: str, stored: Stored) -> Groups | None:
+        quantised, rows = self._quantised.get(stored.tensor), stored.rows()
+        if quantised is None or rows is None:
+            return None
+        return quantised.groups(self._tensor, rows.flatten())
+
+    def _put_together(self, scheme: Scheme) -> None:
+        """See tensors that are parts of a quantised one as that one."""
+        found = scheme.find({name: self._entry(name) for name in self._handles}, self._tensor)
+        self._quantised = found.tensors
+        parts = {part for tensor in found.tensors.values() for part in tensor.parts}
+        self._parts = found.unused | parts
+        self.notes += scheme.notes
+        if found.unused:
+            self.notes += (f"{len(found.unused)} scales of activations were left out",)
 
     def _drop_what_the_text_part_lacks(self) -> None:
         counts: dict[str, int] = {}
@@ -109,8 +166,7 @@ class SafetensorsFolder(WeightSource):
             return
         embedding = self._names["embedding"][0][0].tensor
         if embedding in self._handles:
-            copy = self._handles[head].get_tensor(head)
-            if not torch.equal(copy, self._handles[embedding].get_tensor(embedding)):
+            if not torch.equal(self._tensor(head), self._tensor(embedding)):
                 raise WeightsMismatch(
                     f"{head!r} in {self.path} differs from the embedding it is tied to",
                     remedy="set tie_word_embeddings to false in config.json",
@@ -212,3 +268,16 @@ def _open(file: Path) -> Any:
             value=f"{file.stat().st_size} bytes",
             remedy="download it again",
         ) from error
+
+
+def _places(file: Path) -> dict[str, StoredAt]:
+    """Where the tensors of a file lie, of those whose dtype we compute with. The file is known to
+    be whole: `_open` has read the same header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {
+        name: StoredAt(file, 8 + length + tensor["data_offsets"][0], _DTYPES[tensor["dtype"]])
+        for name, tensor in header.items()
+        if name != "__metadata__" and tensor["dtype"] in _DTYPES
+    }

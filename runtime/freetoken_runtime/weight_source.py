@@ -90,6 +90,15 @@ class Groups:
     size: int
 
 
+@dataclass(frozen=True)
+class StoredAt:
+    """Where the bytes of a stored tensor lie, in rows, without gaps."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+
+
 class WeightSource(ABC):
     """Open weight files of one model. Mutable: it remembers what was read, so that `finish` can
     tell what was not. Each parameter is read once.
@@ -190,6 +199,18 @@ class WeightSource(ABC):
         their biases, or None if they are not stored so (then `read` them). The memory is the
         files' own where it can be; it may be written to, and the files do not change."""
         return None
+
+    def pieces(self, name: str) -> Sequence[Stored]:
+        """What a parameter consists of; known after `check`."""
+        return self._pieces[name]
+
+    def stored_at(self, tensor: str) -> StoredAt | None:
+        """Where a stored tensor can be read without this source; None if that is not told."""
+        return None
+
+    def defer(self, name: str) -> None:
+        """Count a parameter as read: it will be, each time it is needed, from where it lies."""
+        self._take(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """What `read` will return."""

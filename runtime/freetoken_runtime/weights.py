@@ -5,13 +5,17 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
+from .config import ResolvedConfig
 from .errors import ModelNotFound, UnsupportedQuantization, WeightsDamaged
+from .experts.choice import disk_tier, has_experts, own_form, ram_tier
+from .experts.records import ExpertForm
+from .experts.store import ExpertStore
 from .ftw_weights import FtwFolder, is_ftw
 from .gguf_weights import GgufFile
 from .kernels.dense_linear.cpu import has_onednn
@@ -32,6 +36,8 @@ from .layers.moe import Experts
 from .layers.norm import RmsNorm
 from .layers.parts import FeedForward, Mixer, Parts
 from .models.decoder import Decoder, DecoderParts, FeedForwardBlock, Layer, MixerBlock
+from .plan import MemoryPlan, divide_slots, plan_memory, slots_within
+from .reports import Offload
 from .safetensors_weights import SafetensorsFolder
 from .spec import LayerSpec, ModelSpec
 from .specs.attention import AttentionSpec, MlaSpec
@@ -67,7 +73,8 @@ class LoadedModel:
     """A decoder with what its loading has to report.
 
     `formats`: matrix -> how its weights are held, e.g. `layers.*.gate up: int4 in groups of 32`.
-    `notes`: what was not done as asked, or deserves to be known, one sentence each.
+    `notes`: what was not done as asked, or deserves to be known, one sentence each. `experts`: the
+    slots of those that do not stay in memory.
     """
 
     decoder: Decoder
@@ -75,6 +82,13 @@ class LoadedModel:
     content_hash: str  # hex digest of the weight files' bytes
     formats: Mapping[str, str]
     notes: tuple[str, ...]
+    experts: ExpertStore = field(default_factory=lambda: ExpertStore("none"))
+
+    def plan(self, config: ResolvedConfig) -> MemoryPlan:
+        """How a configuration divides its memory. BudgetTooSmall."""
+        weights = self.decoder.size_bytes + self.experts.fixed_bytes
+        budget, demands = config.ram_budget_bytes, self.experts.demands()
+        return plan_memory(self.spec, config, weights, budget, demands)
 
     def fingerprint_parts(self) -> dict[str, str]:
         """What decides a state: weights, architecture, rope, context, quantisation."""
@@ -109,26 +123,45 @@ def load(
     dtype: Dtype = "float32",
     quant: Quant | None = None,
     hash_cache: Path | None = None,
+    offload: Offload = "none",
+    expert_slots: int | None = None,
 ) -> LoadedModel:
     """Load a model from a path or an opened source. Every parameter is read exactly once. `dtype`
     is that of matrices which are not quantised; norms, biases and activations between layers are
-    fp32. `hash_cache`: see `content_hash`. Freed loading buffers stay with malloc until
+    fp32. `hash_cache`: see `content_hash`; `offload`, `expert_slots` (None: those of one row): see
+    `EngineConfig`. Freed loading buffers stay with malloc until
     `memory.return_freed_memory` (SmolLM2: 30 to 90 MiB). UnsupportedQuantization for other values,
     and the errors of `open_source`."""
     _check_choice("dtype", dtype, get_args(Dtype))
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))
     source = open_source(model) if isinstance(model, str | Path) else model
-    builder = Builder(source, dtype, usable_quant(source, quant))
+    builder = Builder(source, dtype, usable_quant(source, quant), offload)
     decoder = Decoder(source.spec, builder.parts())
     source.finish()
+    demands = builder.store.demands()
+    few = slots_within(demands, 0)
+    builder.store.resize(few if expert_slots is None else divide_slots(demands, expert_slots))
     return LoadedModel(
         decoder=decoder,
         spec=source.spec,
         content_hash=source.content_hash(hash_cache),
         formats=_summary(builder.formats),
-        notes=(*source.notes, *builder.notes),
+        notes=(*source.notes, *builder.notes, *_offload_notes(source, builder.store)),
+        experts=builder.store,
     )
+
+
+def _offload_notes(source: WeightSource, store: ExpertStore) -> tuple[str, ...]:
+    if store.level == "none":
+        return ()
+    if not has_experts(source):
+        return ("the model has no experts: all weights stay in memory",)
+    if not store.demands():
+        return ("experts are no smaller in the file: all of them stay in memory as they compute",)
+    if store.level == "disk" and not source.finite:
+        return ("experts are read from files without checksums: convert the model to have them",)
+    return ()
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -170,9 +203,12 @@ class Builder:
     Mutable: `formats` and `notes` collect what it did. `make`, `tensor` and `table` are all that
     takes weights."""
 
-    def __init__(self, source: WeightSource, dtype: Dtype, quant: Quant | None) -> None:
+    def __init__(
+        self, source: WeightSource, dtype: Dtype, quant: Quant | None, offload: Offload = "none"
+    ) -> None:
         self.formats: dict[str, str] = {}
         self.notes: list[str] = []
+        self.store = ExpertStore(offload)  # of experts that do not stay in memory
         self._source = source
         self._dtype = torch.float32 if dtype == "float32" else torch.bfloat16
         self._quant = quant
@@ -236,7 +272,21 @@ class Builder:
 
     def experts(self, at: str, spec: MoeSpec) -> Experts | None:
         """A layer's experts where they do not stay in memory; None to build them as they are."""
-        return None
+        if self.store.level == "none":
+            return None
+        at, count = f"{at}experts.", spec.router.num_experts
+        width = self._source.spec.hidden_size if spec.latent is None else spec.latent.size
+        form = ExpertForm.of(spec.expert, width, self._quant, self._dtype, INT4_GROUP)
+        if self.store.level == "ram":
+            tier = ram_tier(form, self._source, at, count, self.read)
+        else:
+            form = own_form(form, self._source, at)
+            tier = disk_tier(form, self._source, at, count, self.store.disk)
+        if tier is None:
+            return None
+        kinds = form.formats()
+        self.formats |= {f"{at}{e}.{name}": k for e in range(count) for name, k in kinds.items()}
+        return self.store.add(tier, count, spec.router.top_k)
 
     def make(self, names: list[str], quant: Quant | None) -> Linear:
         """A linear layer from matrices stacked along their outputs, in the form of `quant`."""

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that fill slots while others compute.
+
+They keep no team of compute threads: see `contention`.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
+from threading import Barrier, Lock
+
+import torch
+
+from freetoken_storage.weights_direct import DirectReader
+
+from ..errors import WeightsTimeout
+
+
+class Fetcher:
+    """Runs jobs in the order of their submission, a few at a time. Threads start with the first."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._jobs: set[Future[None]] = set()
+        self._lock = Lock()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = _started(self.threads)
+            future = self._pool.submit(job)
+            self._jobs.add(future)
+        future.add_done_callback(self._jobs.discard)
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads; the next job starts them anew. False if a job is still going on then:
+        one whose disk does not answer may never end, and nobody waits for it."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            jobs = list(self._jobs)
+        if pool is None:
+            return True
+        pool.shutdown(wait=False, cancel_futures=True)
+        return not wait(jobs, timeout_s).not_done
+
+
+class Disk:
+    """A reader that is opened when it is first used, and again after it was closed."""
+
+    def __init__(self, make: Callable[[], DirectReader] = DirectReader) -> None:
+        self._make = make
+        self._reader: DirectReader | None = None
+        self._lock = Lock()
+
+    def reader(self) -> DirectReader:
+        with self._lock:
+            if self._reader is None:
+                self._reader = self._make()
+            return self._reader
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        with self._lock:
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+
+def finished(job: Future[None], timeout_s: float) -> None:
+    """Wait for a job and raise what it raised. WeightsTimeout if it is not done in time; it may
+    still be going on then."""
+    try:
+        job.result(timeout_s)
+    except FutureTimeout as error:
+        if job.done():
+            raise
+        raise WeightsTimeout(
+            "an expert did not arrive from the disk",
+            value=f"{timeout_s} s",
+            remedy="check the disk; the request can be repeated",
+        ) from error
+
+
+def _started(threads: int) -> ThreadPoolExecutor:
+    """torch's setting is per thread, but new threads of anybody's begin with the last one made: it
+    is made good here."""
+    own = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, "freetoken-experts", lambda: torch.set_num_threads(1))
+    ready = Barrier(threads + 1)
+    for _ in range(threads):
+        pool.submit(ready.wait)
+    ready.wait()
+    torch.set_num_threads(own)
+    return pool

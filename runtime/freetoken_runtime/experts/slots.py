@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room in memory for experts of one form: which of them is there, and which gives way.
+
+    free        nobody's; NaN throughout, if poisoned
+    settled     of experts that earned their place, the least recently used first
+    passing     of experts that did not, and go first
+
+As long as the experts of one pass fit, the least recently used one gives way and all are settled.
+Where they do not, the plain rule would throw out each expert just before it is used again. Then an
+expert settles only if it was asked for more often than the settled one that would go for it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from freetoken_storage.weights import RECORD_ALIGNMENT, aligned
+from freetoken_storage.weights_direct import AlignedBuffer
+
+from ..layers.moe import Expert
+from .records import ExpertForm
+
+Key = tuple[int, int]  # number of the layer among those with experts, and of the expert in it
+_AGING = 32  # askings per known expert, after which all counts are halved
+_POISON = b"\xff"  # NaN in every floating dtype
+
+
+@dataclass(eq=False)
+class Slot:
+    """Room for one expert. Mutable, by its pool and by who serves. `expert` computes with what is
+    in `memory`. `filling`: who is writing into it. `held`: it is yet to be used, and stays."""
+
+    memory: memoryview
+    expert: Expert
+    key: Key | None = None
+    filling: Future[None] | None = None
+    held: bool = False
+
+    @property
+    def evictable(self) -> bool:
+        """A slot that is being written to is nobody's to give away, whatever became of the wish."""
+        return not self.held and (self.filling is None or self.filling.done())
+
+
+class SlotPool:
+    """The slots of one form. Used by one thread at a time. `poison`: see above; for tests.
+    `demand`: how many experts one pass asks for. `evictions` counts."""
+
+    def __init__(self, form: ExpertForm) -> None:
+        self.form = form
+        self.poison = False
+        self.demand = 0
+        self.evictions = 0
+        self._free: list[Slot] = []
+        self._settled: OrderedDict[Key, Slot] = OrderedDict()
+        self._passing: OrderedDict[Key, Slot] = OrderedDict()
+        self._asked: dict[Key, int] = {}
+        self._askings = 0
+
+    def __len__(self) -> int:
+        return len(self._free) + len(self._settled) + len(self._passing)
+
+    @property
+    def slot_bytes(self) -> int:
+        return aligned(self.form.layout.size_bytes, RECORD_ALIGNMENT)
+
+    @property
+    def passing(self) -> int:
+        """Slots whose expert has not settled."""
+        return len(self._passing)
+
+    @property
+    def spare(self) -> bool:
+        """Whether a slot can be had without taking it from an expert that has settled."""
+        return bool(self._free) or any(slot.evictable for slot in self._passing.values())
+
+    def slots(self) -> Iterator[Slot]:
+        """All that hold an expert."""
+        yield from self._passing.values()
+        yield from self._settled.values()
+
+    def ask(self, key: Key) -> Slot | None:
+        """The slot that holds an expert, or is being filled with it; counts as a use."""
+        self._count(key)
+        slot = self.find(key)
+        if slot is None:
+            return None
+        if key in self._settled:
+            self._settled.move_to_end(key)
+        elif self._crowded:
+            self._passing.move_to_end(key)
+        else:
+            self._settled[key] = self._passing.pop(key)
+        return slot
+
+    def find(self, key: Key) -> Slot | None:
+        """The same without counting. A slot that could not be filled is freed."""
+        slot = self._settled.get(key) or self._passing.get(key)
+        if slot is None or slot.filling is None or not slot.filling.done():
+            return slot
+        if slot.filling.exception() is not None:
+            self.drop(slot)
+            return None
+        slot.filling = None
+        return slot
+
+    def claim(self, key: Key, *, passing: bool = False) -> Slot | None:
+        """A slot for an expert that has none; None if none can be given away now. `passing`: it may
+        not settle."""
+        if self._free:
+            return self._take(self._free.pop(), key, settled=not passing)
+        spare = next((slot for slot in self._passing.values() if slot.evictable), None)
+        oldest = next((slot for slot in self._settled.values() if slot.evictable), None)
+        settled = not passing and (not self._crowded or self._earns(key, spare, oldest))
+        victim = spare or oldest
+        if victim is None:
+            return None
+        if settled and victim is spare and self._crowded:
+            assert oldest is not None and oldest.key is not None
+            self._passing[oldest.key] = self._settled.pop(oldest.key)
+        self.evictions += 1
+        self.drop(victim)
+        return self._take(self._free.pop(), key, settled=settled)
+
+    def drop(self, slot: Slot) -> None:
+        """Forget what a slot holds."""
+        assert slot.key is not None and (slot.filling is None or slot.filling.done())
+        (self._settled if slot.key in self._settled else self._passing).pop(slot.key)
+        slot.key = slot.filling = None
+        slot.held = False
+        if self.poison:
+            self._spoil(slot)
+        self._free.append(slot)
+
+    def spoil_free(self) -> None:
+        """Fill every free slot with NaN, so that what reads it shows."""
+        for slot in self._free:
+            self._spoil(slot)
+
+    def resize(self, count: int) -> None:
+        """Make or free slots; those that hold what was used least go first. What is being filled
+        stays until it is done: then there may be more than `count` for a while."""
+        while len(self) < count:
+            memory = AlignedBuffer(self.form.layout.size_bytes).view
+            slot = Slot(memory, self.form.expert(memory))
+            if self.poison:
+                self._spoil(slot)
+            self._free.append(slot)
+        while len(self) > count:
+            if not self._free:
+                victim = next((slot for slot in self.slots() if slot.evictable), None)
+                if victim is None:
+                    return
+                self.evictions += 1
+                self.drop(victim)
+            self._free.pop()
+
+    @property
+    def _crowded(self) -> bool:
+        return self.demand > len(self)
+
+    def _earns(self, key: Key, spare: Slot | None, oldest: Slot | None) -> bool:
+        """Whether an expert settles although not all do: only in place of one that was asked for
+        less, and only if there is room for those that pass."""
+        if spare is None or oldest is None or oldest.key is None:
+            return False
+        return self._asked.get(key, 0) > self._asked.get(oldest.key, 0)
+
+    def _take(self, slot: Slot, key: Key, *, settled: bool) -> Slot:
+        slot.key = key
+        (self._settled if settled else self._passing)[key] = slot
+        return slot
+
+    def _count(self, key: Key) -> None:
+        self._asked[key] = self._asked.get(key, 0) + 1
+        self._askings += 1
+        if self._askings > _AGING * len(self._asked) and self._askings > 8 * len(self):
+            self._asked = {other: count // 2 for other, count in self._asked.items() if count > 1}
+            self._askings = sum(self._asked.values())
+
+    @staticmethod
+    def _spoil(slot: Slot) -> None:
+        slot.memory[:] = _POISON * len(slot.memory)
