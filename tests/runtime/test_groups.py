@@ -278,6 +278,7 @@ def test_anchors_on_disk_carry_the_open_group(model: GroupModel, at: int) -> Non
         engine.attach(database.snapshots)
         engine.warm(ids, anchors=[at])
         engine.flush()
+        assert engine.verify(ids).findings == ()
     with model.engine() as engine:
         engine.attach(database.snapshots)
         path = ids[:at] + more
