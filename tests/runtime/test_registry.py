@@ -8,7 +8,6 @@ import pytest
 from freetoken_runtime.errors import (
     UnsupportedArchitecture,
     UnsupportedConfig,
-    UnsupportedQuantization,
 )
 from freetoken_runtime.models.registry import read_spec
 from freetoken_runtime.spec import ModelSpec
@@ -253,14 +252,14 @@ def test_other_ropes_are_refused_by_name(rope: Any, named: str) -> None:
         spec_of(rope_parameters=rope)
 
 
-def test_quantised_checkpoints_are_refused_by_method() -> None:
-    """Oracle: the message, for a model by itself and inside a multimodal one."""
-    settings = {"quant_method": "mxfp4", "bits": 4}
-    with pytest.raises(UnsupportedQuantization, match="mxfp4"):
-        spec_of(quantization_config=settings)
-    text = {**ODD_DIMENSIONS, "model_type": "llama", "quantization_config": settings}
-    with pytest.raises(UnsupportedQuantization, match="mxfp4"):
-        read_spec({"model_type": "llava", "text_config": text})
+def test_how_weights_are_stored_does_not_change_a_model() -> None:
+    """Oracle: the spec without these keys, of a model by itself and inside a multimodal one."""
+    settings = {"quant_method": "fp8"}
+    assert spec_of(quantization_config=settings, compression_config=settings) == spec_of()
+    text = {**ODD_DIMENSIONS, "model_type": "llama"}
+    outer = {"model_type": "llava", "quantization_config": settings}
+    plain = read_spec({"model_type": "llava", "text_config": text})
+    assert read_spec({**outer, "text_config": {**text, "quantization_config": settings}}) == plain
 
 
 def test_the_text_part_of_a_multimodal_configuration_is_read() -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UnsupportedConfig, UnsupportedQuantization
+from ..errors import UnsupportedConfig
 
 # Training, generation defaults, file bookkeeping: none of them changes a logit at inference.
 HARMLESS_KEYS = frozenset(
@@ -31,6 +31,7 @@ HARMLESS_KEYS = frozenset(
     """.split()
 )
 
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 # Of a multimodal model's own keys, those that do not reach its text part.
 _WRAPPER_KEY = re.compile(
@@ -42,14 +43,13 @@ _WRAPPER_KEY = re.compile(
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of the text model inside a multimodal one; any other as it is.
 
-    UnsupportedQuantization for weights stored quantised, UnsupportedConfig for keys beside
-    `text_config` that may change the text model."""
+    How weights are quantised is left out: whoever reads them asks for it. UnsupportedConfig for
+    keys beside `text_config` that may change the text model."""
     text = config.get("text_config")
-    _refuse_quantised(config)
-    if not isinstance(text, Mapping):
-        return config
-    _refuse_quantised(text)
-    inner = dict(text)
+    source = text if isinstance(text, Mapping) else config
+    inner = {key: value for key, value in source.items() if key not in QUANTISATION_KEYS}
+    if source is config:
+        return inner
     tied = config.get("tie_word_embeddings")
     if tied is not None:
         inner["tie_word_embeddings"] = tied  # the head belongs to the wrapper
@@ -61,18 +61,6 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
             value=value,
         )
     return inner
-
-
-def _refuse_quantised(config: Mapping[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        settings = config.get(key)
-        if settings is not None:
-            method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-            raise UnsupportedQuantization(
-                f"the weights are stored quantised (config key {key!r}), which is not supported",
-                value=method or settings,
-                remedy="use the model's float32, bfloat16 or float16 weights, and quant=",
-            )
 
 
 class ConfigReader:

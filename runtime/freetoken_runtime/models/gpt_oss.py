@@ -77,7 +77,8 @@ def _read_rope(reader: ConfigReader, head_dim: int, context: int) -> RopeSpec:
 
 
 def _interleaved(name: str, half: int) -> ExpertNaming:
-    """Every second output, from `half` on, of an expert in [E, H, 2I]."""
+    """Every second output, from `half` on, of an expert in [E, H, 2I], or in MXFP4 blocks that are
+    seen as [E, 2I, H]."""
 
     def naming(count: int, index: int) -> Naming:
         def ways(prefix: str, shape: Shape) -> Ways:
@@ -89,7 +90,9 @@ def _interleaved(name: str, half: int) -> ExpertNaming:
                 part=((0, index, index + 1), (3, half, half + 1)),
                 order=(0, 3, 2, 1),
             )
-            return ((piece,),)
+            view, part = (count, inner, 2, width), ((0, index, index + 1), (2, half, half + 1))
+            blocks = Stored(f"{prefix}{name}_blocks", (count, 2 * inner, width), view, part)
+            return (piece,), (blocks,)
 
         return ways
 
@@ -111,12 +114,13 @@ def _interleaved_bias(name: str, half: int) -> ExpertNaming:
 
 
 def _transposed(name: str) -> ExpertNaming:
-    """An expert's matrix in [E, in, out]."""
+    """An expert's matrix in [E, in, out], or in MXFP4 blocks that are seen as [E, out, in]."""
 
     def naming(count: int, index: int) -> Naming:
         def ways(prefix: str, shape: Shape) -> Ways:
             stored, part = (count, *shape[::-1]), ((0, index, index + 1),)
-            return ((Stored(prefix + name, stored, part=part, order=(0, 2, 1)),),)
+            blocks = Stored(f"{prefix}{name}_blocks", (count, *shape), part=part)
+            return (Stored(prefix + name, stored, part=part, order=(0, 2, 1)),), (blocks,)
 
         return ways
 
