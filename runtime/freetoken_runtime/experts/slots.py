@@ -143,10 +143,7 @@ class SlotPool:
         stays until it is done: then there may be more than `count` for a while."""
         while len(self) < count:
             memory = AlignedBuffer(self.form.layout.size_bytes).view
-            slot = Slot(memory, self.form.expert(memory))
-            if self.poison:
-                self._spoil(slot)
-            self._free.append(slot)
+            self._free.append(Slot(memory, self.form.expert(memory)))
         while len(self) > count:
             if not self._free:
                 victim = next((slot for slot in self.slots() if slot.evictable), None)

@@ -113,13 +113,15 @@ class ExpertStore:
 
     def resize(self, counts: Sequence[int], *, poison: bool = False) -> None:
         """Set the number of slots of each pool, in the order of `demands`. Between two passes.
-        `poison`: from now on free slots are filled with NaN before each pass; for tests."""
+        `poison`: free slots are filled with NaN, now and before each pass; for tests."""
         with self._serving:
             self._end_pass()
             for pool, count in zip(self._pools.values(), counts, strict=True):
                 pool.poison = pool.poison or poison
                 wait([s.filling for s in pool.slots() if s.filling is not None], self.timeout_s)
                 pool.resize(count)
+                if pool.poison:
+                    pool.spoil_free()
 
     def close(self) -> None:
         """End the threads and close the files; the next pass opens them again."""
