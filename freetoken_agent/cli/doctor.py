@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`doctor`: is this machine, its disk, its models and its store fit to run agents?"""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from freetoken_agent.catalog import PulledModel, home, pulled
+from freetoken_agent.catalog import PulledModel, home, pulled, weights_digest
 from freetoken_runtime.bench.machine import DiskSpeed, Machine, measure_disk, read_machine
 from freetoken_storage import verify_store
 
@@ -137,8 +136,7 @@ def check_models(models: list[PulledModel]) -> list[Check]:
 def _check_model(model: PulledModel) -> Check:
     name = f"model {model.name}"
     try:
-        with model.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = weights_digest(model.path)
     except OSError as error:
         remedy = f"remove {model.path.parent} and pull again"
         return Check(name, "fault", f"{model.path}: {error.strerror or error}", remedy)

