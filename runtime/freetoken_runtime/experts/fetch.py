@@ -4,7 +4,7 @@
 They keep no team of compute threads: see `contention`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from threading import Barrier, Lock
@@ -43,7 +43,7 @@ class Fetcher:
         if pool is None:
             return True
         pool.shutdown(wait=False, cancel_futures=True)
-        return not wait(jobs, timeout_s).not_done
+        return not wait(unfinished(jobs), timeout_s).not_done
 
 
 class Disk:
@@ -66,6 +66,11 @@ class Disk:
             reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
+
+
+def unfinished(jobs: Iterable[Future[None] | None]) -> list[Future[None]]:
+    """Those to wait for. One that was cancelled is done, but nobody ever tells those who wait."""
+    return [job for job in jobs if job is not None and not job.done()]
 
 
 def finished(job: Future[None], timeout_s: float) -> None:

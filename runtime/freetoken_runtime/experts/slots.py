@@ -99,7 +99,7 @@ class SlotPool:
         slot = self._settled.get(key) or self._passing.get(key)
         if slot is None or slot.filling is None or not slot.filling.done():
             return slot
-        if slot.filling.exception() is not None:
+        if slot.filling.cancelled() or slot.filling.exception() is not None:
             self.drop(slot)
             return None
         slot.filling = None

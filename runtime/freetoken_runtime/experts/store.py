@@ -12,7 +12,7 @@ What is computed does not depend on any of it: experts' outputs are summed in th
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -22,7 +22,7 @@ from ..errors import WeightsTimeout
 from ..layers.moe import Expert
 from ..plan import SlotDemand
 from ..reports import ExpertStats, Offload
-from .fetch import Disk, Fetcher, finished
+from .fetch import Disk, Fetcher, finished, unfinished
 from .slots import Key, Slot, SlotPool
 from .tiers import Tier
 
@@ -118,7 +118,7 @@ class ExpertStore:
             self._end_pass()
             for pool, count in zip(self._pools.values(), counts, strict=True):
                 pool.poison = pool.poison or poison
-                wait([s.filling for s in pool.slots() if s.filling is not None], self.timeout_s)
+                wait(unfinished(slot.filling for slot in pool.slots()), self.timeout_s)
                 pool.resize(count)
                 if pool.poison:
                     pool.spoil_free()
@@ -265,11 +265,10 @@ class ExpertStore:
 
     def _wait_for_room(self, pool: SlotPool) -> None:
         """Every slot is being filled for somebody: wait for one of them."""
-        busy: list[Future[None]] = [s.filling for s in pool.slots() if s.filling is not None]
-        assert busy, "no slot can be given away"
-        done, _ = wait(busy, self.timeout_s, "FIRST_COMPLETED")
-        if not done:
+        busy = unfinished(slot.filling for slot in pool.slots())
+        if busy and not wait(busy, self.timeout_s, FIRST_COMPLETED).done:
             finished(busy[0], 0.0)
+        assert any(slot.evictable for slot in pool.slots()), "no slot can be given away"
 
     def _note(self, pool: SlotPool, hits: int, misses: int) -> None:
         with self._counting:

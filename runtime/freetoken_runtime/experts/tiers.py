@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from freetoken_storage.weights import FtwTruncated
-from freetoken_storage.weights_direct import AlignedBuffer, Extent
+from freetoken_storage.weights import FtwError, FtwTruncated
+from freetoken_storage.weights_direct import AlignedBuffer, Extent, Pending
 
 from ..errors import WeightsDamaged
 from ..ftw_weights import FtwFolder, Place, tensor_of
@@ -172,24 +172,37 @@ class StoredExperts:
         if len(getattr(self._local, "memory", b"")) < needed:
             self._local.memory = AlignedBuffer(needed).view
         memory: memoryview = self._local.memory
-        reader, pending, at = self._disk.reader(), [], 0
-        for extent in extents:
-            pending.append(reader.submit(extent, memory[at : at + extent.room]))
-            at += extent.room
+        pending: dict[Extent, Pending] = {}
+        views: dict[Extent, memoryview] = {}
+        failure: FtwError | None = None
+        at = 0
         try:
-            return {extent: read.result() for extent, read in zip(extents, pending, strict=True)}
-        except FtwTruncated as error:
-            raise WeightsDamaged(
-                f"weight files of {self._source.path} are no longer what was opened: {error.what}",
-                value=error.value,
-                limit=error.limit,
-                remedy="download them again",
-            ) from error
-        except OSError as error:
-            raise WeightsDamaged(
-                f"weight files of {self._source.path} cannot be read: {error}",
-                remedy="check the disk",
-            ) from error
+            for extent in extents:
+                part = memory[at : at + extent.room]
+                pending[extent] = self._disk.reader().submit(extent, part)
+                at += extent.room
+        except FtwError as error:
+            failure = error
+        for extent, read in pending.items():  # all: none may write into the memory later
+            try:
+                views[extent] = read.result()
+            except FtwError as error:
+                failure = failure or error
+        if failure is not None:
+            raise self._translated(failure) from failure
+        return views
+
+    def _translated(self, error: FtwError) -> WeightsDamaged:
+        """These files are no converted weights; who reads them speaks as if they were."""
+        what, remedy = "cannot be read", "check the disk"
+        if isinstance(error, FtwTruncated):
+            what, remedy = "are no longer what was opened", "download them again"
+        return WeightsDamaged(
+            f"weight files of {self._source.path} {what}: {error.what}",
+            value=error.value,
+            limit=error.limit,
+            remedy=remedy,
+        )
 
 
 class RecordExperts:
