@@ -43,6 +43,27 @@ def test_forgetting_leaves_nothing_at_or_after_the_point(checked: CheckedMaker) 
         engine.close()
 
 
+def test_forgetting_what_only_the_store_holds(checked: CheckedMaker) -> None:
+    """Nothing is in RAM: an anchor before the point, in the same block, can still be restored, also
+    where the block of its own had given way to a longer one; nothing beyond is left."""
+    with MemoryDatabase() as database:
+        engine = checked(database.snapshots)
+        ids = ids_of(1, 300)
+        engine.warm(ids[:205])
+        engine.engine.flush()
+        engine.warm(ids)
+        engine.restart()
+        assert engine.engine.forget(ids, 210) > 0
+        kept = 210 if engine.sliceable else 205
+        assert engine.engine.plan(ids).reused_tokens == kept
+        for digest in names_after(engine.engine, ids, 210):
+            assert not database.snapshots.contains(digest)
+        assert close_to(engine.engine.logits(ids), engine.cold(ids, 1).logits)
+        engine.restart()
+        assert engine.engine.plan(ids).prefill_tokens == 0
+        engine.close()
+
+
 def test_forgetting_under_a_running_generation(checked: CheckedMaker) -> None:
     """A path that is being grown loses its tail when it ends, and is never written."""
     with MemoryDatabase() as database:

@@ -17,8 +17,6 @@ import logging
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -36,6 +34,7 @@ from .digest import (
     chain,
     digest_at,
 )
+from .disk_match import NOTHING, DiskMatch, Lost, Piece, Restored
 from .disk_pins import DiskPins
 from .prefix import shared_rows
 from .sequence import Sequence
@@ -46,49 +45,12 @@ from .stored_form import (
     BLOCK_KIND,
     Staging,
     anchor_buffers,
-    concerns,
     ids_of,
     memory_of,
     pack_meta,
 )
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stored block and how many of its leading rows a path can use."""
-
-    digest: bytes
-    start: int
-    stored_rows: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class DiskMatch:
-    """What a store holds of a path: rows [0, position), the pieces from the boundary at or below
-    `floor` on. `usable`: the deepest position that can be restored from there, `anchored` if by an
-    anchor's record."""
-
-    position: int
-    pieces: tuple[Piece, ...]
-    usable: int
-    anchored: bool
-    replay: int  # rows to forward again after that
-    goes_on: bool  # the store continues from there with other ids
-
-
-NOTHING = DiskMatch(0, (), 0, False, 0, False)
-Lost = Literal["damaged", "evicted"]
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a restore read, and why it ended early, if it did."""
-
-    size_bytes: int
-    lost: Lost | None = None
 
 
 class DiskStates:
@@ -370,22 +332,31 @@ class DiskStates:
                         found.append(digest)
         return found
 
-    def forget(self, ids: Ids, start: int) -> int:
-        """Remove every state of a path that begins with ids[: start + 1], at or after position
-        `start`, whichever model computed it; returns how many snapshots went. Damaged ones that
-        may belong to the path go with them."""
-        block = start - start % BLOCK
-        wanted = ids[block : start + 1]
-        origins = {self.origin.digest, *self.snapshots.children(catalog_digest())}
-        doomed = []
-        with self.snapshots.reader() as reader:
-            for origin in origins:
-                parent = chain(origin, ids[:block])[block // BLOCK]
-                for digest in self.snapshots.children(parent):
-                    info = self.records.info(reader, digest)
-                    if info is None or concerns(info.meta, wanted, block):
-                        doomed.append(digest)
-        return self.snapshots.remove(doomed) if doomed else 0
+    # -- shortening (owner thread)
+
+    def usable_end(self, ids: Ids) -> int:
+        """The last position of `ids` that a path can go on from if all of its rows are there."""
+        step = self._layout.step
+        return max(self.anchors(ids) | {len(ids) - len(ids) % step if step else 0})
+
+    def shortened(self, ids: Ids) -> Snapshot | None:
+        """The last rows of `ids`, a part of a longer block, as a block of their own. None where no
+        longer one can be read, or `ids` ends at a boundary."""
+        names, start = self.boundaries(ids), len(ids) - len(ids) % BLOCK
+        parent, wanted = names[start // BLOCK], ids[start:]
+        try:
+            with self.snapshots.reader() as reader:
+                piece, _ = self._partial(reader, parent, wanted, start)
+                if piece is None or not len(wanted) == piece.rows < piece.stored_rows:
+                    return None
+                buffers = self._staging.tensors(start, start + piece.stored_rows)
+                reader.read_into(piece.digest, memory_of(buffers))
+        except (StorageError, KeyError):
+            return None
+        rows = self._layout.cut(buffers, start, start, len(ids))
+        memory = memory_of({name: tensor.contiguous() for name, tensor in rows.items()})
+        meta = pack_meta(BLOCK_KIND, start, wanted)
+        return Snapshot(digest_at(names, ids, len(ids)), parent, memory, meta)
 
     # -- pinning
 

@@ -15,6 +15,7 @@ from .anchors import Anchor, Rank
 from .buffers import Fixed
 from .digest import BLOCK, Ids, chain, digest_at
 from .disk import DiskStates
+from .forgetting import forget
 from .lookup import History, Lookup, Route
 from .prefix import PrefixIndex, Resident, shared_rows
 from .retention import counted, held_bytes, merge, retain, thin
@@ -245,7 +246,7 @@ class StateKeeper:
             for buffer in buffers:
                 self._spaces.tighten(buffer)
         disk = self._lookup.disk
-        return dropped + (disk.forget(ids, start) if disk is not None else 0)
+        return dropped + (forget(disk, ids, start) if disk is not None else 0)
 
     def pin(self, owner: str, paths: list[Ids]) -> None:
         """Protect these paths from eviction for `owner`, instead of what it had pinned."""

@@ -13,7 +13,8 @@ from typing import Literal
 
 from ..reports import PathMiss
 from .digest import BLOCK, Ids, chain, digest_at
-from .disk import NOTHING, DiskMatch, DiskStates
+from .disk import DiskStates
+from .disk_match import NOTHING, DiskMatch
 from .prefix import PrefixIndex, RamMatch, Resident
 
 MAX_REMEMBERED = 16384
