@@ -39,7 +39,9 @@ class RandomWeights(WeightSource):
         return self._shapes[stored]
 
     def _read(self, name: str, stored: Stored) -> torch.Tensor:
-        generator = torch.Generator().manual_seed((self._seed << 32) + self._places[name])
+        # Of a seed, the generator of the CPU uses 32 bits.
+        mixed = (self._seed * 0x9E3779B1 + self._places[name]) % (1 << 32)
+        generator = torch.Generator().manual_seed(mixed)
         tensor = torch.empty(stored.shape)
         part = name.rsplit(".", 1)[-1]
         if part == "a_log":
