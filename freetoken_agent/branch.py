@@ -251,6 +251,7 @@ class Branch:
         """Keep the path that is being left: undo and redo often come back to it."""
         if self._path.places:
             self._recent[_head_node(self._path)] = self._path.places
+            self._recent.move_to_end(_head_node(self._path))
             if len(self._recent) > _RECENT_PATHS:
                 self._recent.popitem(last=False)
 

@@ -110,11 +110,10 @@ class Pricing:
             assert there is not None, "the path goes on"
             end = min(path.ends[there], self.model.context_limit)
             miss = self.model.plan(path.ids[:end]).miss
-            rows = end if miss is None or miss.cause == "no_anchor" else miss.position
-            if rows > best_rows:
-                best, best_rows = path, rows
-            if rows == end:
-                break
+            if miss is None or miss.cause == "no_anchor":
+                return path
+            if miss.position > best_rows:
+                best, best_rows = path, miss.position
         return best
 
 
@@ -145,12 +144,14 @@ def _change(path: Path, index: int | None, other: Path, there: int) -> Change:
     """How the segment at `index` came to stand where `other` has the one at `there`."""
     was = other.places[there].body
     if index is None:
-        return "removed"
+        return "diverged" if was.id in path.index else "removed"
     now = path.places[index].body
     if now.id == was.id:
         return "framed"
     if now.origin == was.origin:
         return "edited"
-    if was.id in path.index:
+    if path.index.get(was.id, index) > index:
         return "inserted"
-    return "removed" if now.id in other.index else "diverged"
+    if other.index.get(now.id, there) > there and was.id not in path.index:
+        return "removed"
+    return "diverged"

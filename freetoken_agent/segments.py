@@ -157,7 +157,7 @@ class Miss(_Frozen):
     inserted  `was` comes later on this path
     removed   `was` is not on this path; `segment` came later there
     framed    the segment is the same; the template puts other ids before it
-    diverged  another conversation: neither holds what the other one has there
+    diverged  neither of these: another question, branch or version
 
     `anchor`: the position whose state is restored, at or before `position`; None: nothing is. `gap`
     of the tokens would have been saved by an anchor at `position`; `dropped` is the deepest anchor
