@@ -123,7 +123,7 @@ def convert(
         records=len(header.records),
         shards=len(header.shards),
         resumed=resumed,
-        notes=(*opened.notes, *plan.notes),
+        notes=(*opened.notes, *plan.all_notes()),
     )
 
 
@@ -265,8 +265,8 @@ class _UnitWriter:
     def _write_int8(self) -> None:
         self._begin_next("values")
         scales = []
-        for rows in self._rows():
-            packed = int8.pack(quantise_int8(rows))
+        for name, rows in self._named_rows():
+            packed = int8.pack(self.plan.losses.add(name, rows, quantise_int8(rows)))
             self._append(packed.values)
             scales.append(packed.scales)
         self._begin_next("scales")
@@ -283,9 +283,13 @@ class _UnitWriter:
         self._append(torch.cat(scales_zeros, 1))
 
     def _rows(self) -> Iterator[torch.Tensor]:
+        return (rows for _, rows in self._named_rows())
+
+    def _named_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.unit.names:
             tensor = self.plan.read(name)
-            yield from _slices(tensor)
+            for rows in _slices(tensor):
+                yield name, rows
             del tensor  # before the next one is read
 
     def _int4_slices(self) -> Iterator[Int4Values]:
@@ -296,7 +300,7 @@ class _UnitWriter:
                 continue
             tensor = self.plan.read(name)
             for rows in _slices(tensor):
-                yield quantise_int4(rows, INT4_GROUP)
+                yield self.plan.losses.add(name, rows, quantise_int4(rows, INT4_GROUP))
             del tensor
 
     def _begin_next(self, kind: str) -> None:

@@ -23,6 +23,7 @@ from .kernels.int4_linear import cpu as int4
 from .kernels.int8_linear import cpu as int8
 from .kernels.integers import (
     Int4Values,
+    Int8Values,
     int4_from_groups,
     quantise_int4,
     quantise_int8,
@@ -35,6 +36,7 @@ from .layers.linear import DenseLinear, IntegerLinear, Linear
 from .layers.moe import Experts
 from .layers.norm import RmsNorm
 from .layers.parts import FeedForward, Mixer, Parts
+from .losses import Losses
 from .models.decoder import Decoder, DecoderParts, FeedForwardBlock, Layer, MixerBlock
 from .plan import MemoryPlan, divide_slots, plan_memory, slots_within
 from .reports import Offload
@@ -129,9 +131,8 @@ def load(
     """Load a model from a path or an opened source. Every parameter is read exactly once. `dtype`
     is that of matrices which are not quantised; norms, biases and activations between layers are
     fp32. `hash_cache`: see `content_hash`; `offload`, `expert_slots` (None: those of one row): see
-    `EngineConfig`. Freed loading buffers stay with malloc until
-    `memory.return_freed_memory` (SmolLM2: 30 to 90 MiB). UnsupportedQuantization for other values,
-    and the errors of `open_source`."""
+    `EngineConfig`. Freed loading buffers stay with malloc until `memory.return_freed_memory`
+    (SmolLM2: 30 to 90 MiB). UnsupportedQuantization, and the errors of `open_source`."""
     _check_choice("dtype", dtype, get_args(Dtype))
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))
@@ -147,7 +148,7 @@ def load(
         spec=source.spec,
         content_hash=source.content_hash(hash_cache),
         formats=_summary(builder.formats),
-        notes=(*source.notes, *builder.notes, *_offload_notes(source, builder.store)),
+        notes=(*source.notes, *builder.all_notes(), *_offload_notes(source, builder.store)),
         experts=builder.store,
     )
 
@@ -208,6 +209,7 @@ class Builder:
     ) -> None:
         self.formats: dict[str, str] = {}
         self.notes: list[str] = []
+        self.losses = Losses(source.stored_format)
         self.store = ExpertStore(offload)  # of experts that do not stay in memory
         self._source = source
         self._dtype = torch.float32 if dtype == "float32" else torch.bfloat16
@@ -253,6 +255,9 @@ class Builder:
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
+
+    def all_notes(self) -> tuple[str, ...]:
+        return (*self.notes, *self.losses.notes())
 
     def _head(self, name: str) -> Linear:
         """The head is at most int8: 4 bits there cost more accuracy than in all layers together
@@ -300,19 +305,29 @@ class Builder:
 
     def _matrix(self, names: list[str], quant: Quant | None) -> Matrix:
         if quant == "int8":
-            return int8.pack(stack_int8([quantise_int8(self.read(name)) for name in names]))
+            return int8.pack(stack_int8([self.int8_values(name) for name in names]))
         if quant == "int4":
             return int4.pack(stack_int4([self.int4_values(name) for name in names]))
         shapes = [self._source.shape(name) for name in names]
         weight = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self._dtype)
         slices = torch.split(weight, [rows for rows, _ in shapes])
         for name, rows in zip(names, slices, strict=True):
-            rows.copy_(self.read(name))
+            exact = self.read(name)
+            rows.copy_(exact)
+            if self._dtype is not torch.float32:
+                self.losses.add(name, exact, rows)
         return weight
+
+    def int8_values(self, name: str) -> Int8Values:
+        exact = self.read(name)
+        return self.losses.add(name, exact, quantise_int8(exact))
 
     def int4_values(self, name: str) -> Int4Values:
         values = self.stored_int4(name)
-        return quantise_int4(self.read(name), INT4_GROUP) if values is None else values
+        if values is not None:
+            return values
+        exact = self.read(name)
+        return self.losses.add(name, exact, quantise_int4(exact, INT4_GROUP))
 
     def stored_int4(self, name: str) -> Int4Values | None:
         """A matrix whose integers are in the file; None if they are not."""
@@ -322,7 +337,8 @@ class Builder:
         assert groups.size == INT4_GROUP, groups.size
         self._check_finite(name, groups.scales)
         self._check_finite(name, groups.minimums)
-        return int4_from_groups(groups.values, groups.scales, groups.minimums, groups.size)
+        values = int4_from_groups(groups.values, groups.scales, groups.minimums, groups.size)
+        return self.losses.add(name, groups, values)
 
     def _bias(self, names: list[str]) -> torch.Tensor | None:
         biases = [f"{name}.bias" for name in names]

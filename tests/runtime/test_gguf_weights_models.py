@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from freetoken_runtime import gguf_blocks, gguf_weights
 from freetoken_runtime.batch import Form
+from freetoken_runtime.errors import WeightsDamaged
 from freetoken_runtime.gguf_builder import build_gguf
+from freetoken_runtime.gguf_header import read_header
 from freetoken_runtime.testing import ListState, batch_of, build_checkpoint
-from freetoken_runtime.weights import load
+from freetoken_runtime.weights import load, open_source
 
 MATRICES = (
     *("token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_output"),
@@ -27,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 32, "num_hidden_layers": 3},
 }
 SUPERBLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256 weights
-TYPES = ("F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", *SUPERBLOCKS)
+TYPES = ("F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "MXFP4", *SUPERBLOCKS)
 
 
 def build(tmp_path: Path, family: str, kind: str, **settings: Any) -> tuple[Path, Any]:
@@ -75,3 +78,53 @@ def test_logits_of_every_architecture_equal_transformers(
 def test_logits_of_every_type_equal_transformers(kind: str, tmp_path: Path) -> None:
     """Oracle: transformers with the same weights, 1e-4 of the range, on a mixture."""
     assert difference(*build(tmp_path, "qwen3_moe", kind)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_four_bits_stay_four_bits(kind: str, tmp_path: Path) -> None:
+    """Oracle: the notes: scales were rounded to bf16, at most 2^-8 of the weights is lost; of the
+    experts, too. Q5_1 beside them is quantised again and loses more."""
+    file, _ = build(tmp_path, "qwen3_moe", kind)
+    loaded = load(file, quant="int4")
+    (note,) = (x for x in loaded.notes if x.startswith(f"{kind} became int4"))
+    assert 0 <= float(note.split(": ")[1].split("%")[0]) < 0.4
+    assert loaded.formats["layers.*.experts.*.gate up"] == "int4 in groups of 32"
+    build(tmp_path / "other", "llama", "Q5_1")
+    notes = load(tmp_path / "other/model.gguf", quant="int4").notes
+    (note,) = (x for x in notes if x.startswith("Q5_1 became int4"))
+    assert 1 < float(note.split(": ")[1].split("%")[0]) < 15
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "scale"), [("Q8_0", 0), ("Q4_1", 2), ("Q4_K", 0), ("Q6_K", 208), ("MXFP4", 0)]
+)
+def test_scales_that_are_not_finite_are_refused(
+    kind: str, scale: int, quant: Any, tmp_path: Path
+) -> None:
+    """Oracle: the message names the parameter; nothing is computed with it, in whatever form."""
+    file, _ = build(tmp_path, "llama", kind)
+    info = read_header(file).tensors["blk.1.ffn_up.weight"]
+    data = bytearray(file.read_bytes())
+    start = info.offset + scale
+    data[start : start + 2] = b"\xff\x7f" if kind != "MXFP4" else b"\xff\x11"
+    file.write_bytes(data)
+    with pytest.raises(WeightsDamaged, match=r"layers\.1\.up.*not finite"):
+        load(file, quant=quant)
+
+
+def test_one_expert_is_read_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the rows that reach the dequantiser: those of one expert, not of all twelve."""
+    file, _ = build(tmp_path, "qwen3_moe", "Q5_0")
+    read: list[int] = []
+    original = gguf_blocks.dequantise
+
+    def counted(kind: Any, stored: Any) -> torch.Tensor:
+        read.append(len(stored))
+        return original(kind, stored)
+
+    monkeypatch.setattr(gguf_weights, "dequantise", counted)
+    open_source(file).read("layers.1.experts.5.up")
+    assert read == [64]

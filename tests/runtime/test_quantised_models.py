@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from freetoken_runtime.batch import Form
+from freetoken_runtime.errors import WeightsDamaged, WeightsMismatch
 from freetoken_runtime.testing import ListState, batch_of, build_checkpoint
 from freetoken_runtime.weights import load
 
@@ -297,3 +298,76 @@ def test_mxfp4_experts_equal_transformers(dimensions: tuple[int, int], tmp_path:
     experts = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)$")
     model = requantise(tmp_path / "hf", mxfp4, config, experts)
     assert difference(tmp_path / "hf", model) < 1e-5
+
+
+def test_integers_of_four_bits_are_kept_and_others_quantised_again(tmp_path: Path) -> None:
+    """Oracle: transformers with the dequantised weights; what is kept is exact but for bf16
+    activations and the int8 head; the notes tell what was lost."""
+    dimensions = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    build_checkpoint(tmp_path / "hf", "llama", **dimensions)
+    settings = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
+    model = requantise(tmp_path / "hf", packed(4, 32), settings)
+    assert difference(tmp_path / "hf", model, quant="int4") < 2e-2
+    notes = load(tmp_path / "hf", quant="int4").notes
+    assert any(
+        x.startswith("int4 in groups of 32 became int4 in groups of 32: 0.00%") for x in notes
+    )
+    (note,) = (x for x in load(tmp_path / "hf", quant="int8").notes if "became int8" in x)
+    lost = re.fullmatch(r"int4 in groups of 32 became int8: (\d\.\d\d)% of .*, at most .*", note)
+    assert lost is not None and 0.1 < float(lost[1]) < 1.5
+    assert not [x for x in load(tmp_path / "hf").notes if "became" in x]
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[torch.Tensor], Any]]] = {
+    # format, stored tensor, what is done to it
+    "scale": ("fp8 blocks", "up_proj.weight_scale_inv", lambda x: x.view(-1).fill_(torch.inf)),
+    "number": (
+        "fp8 blocks",
+        "up_proj.weight",
+        lambda x: x.view(torch.uint8)[3, 5:6].fill_(0x7F),
+    ),
+    "e8m0": (
+        "fp8 e8m0",
+        "up_proj.weight_scale_inv",
+        lambda x: x.view(torch.uint8).view(-1)[:1].fill_(255),
+    ),
+    "packed": ("packed int4 asymmetric", "up_proj.weight_scale", lambda x: x.fill_(torch.nan)),
+}
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_numbers_that_are_not_finite_are_refused(fault: str, quant: Any, tmp_path: Path) -> None:
+    """Oracle: the message names the parameter, in whatever form it was to be held."""
+    name, tensor, damage = FAULTS[fault]
+    build_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=2)
+    requantise(tmp_path / "hf", *FORMATS[name])
+    state = load_file(tmp_path / "hf/model.safetensors")
+    damage(state[f"model.layers.1.mlp.{tensor}"])
+    save_file(state, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsDamaged, match=r"layers\.1\.up.*not finite"):
+        load(tmp_path / "hf", quant=quant)
+
+
+def test_tensors_without_a_meaning_are_refused(tmp_path: Path) -> None:
+    """Oracle: the message names the tensor; truncated files are those of any checkpoint."""
+    build_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=1)
+    requantise(tmp_path / "hf", *FORMATS["int8 channel"])
+    file = tmp_path / "hf/model.safetensors"
+    state = load_file(file)
+    extra = {"model.layers.0.mlp.up_proj.weight_zero_point": torch.zeros(84, 1, dtype=torch.int8)}
+    save_file({**state, **extra}, file, {"format": "pt"})
+    with pytest.raises(WeightsMismatch, match=r"not used.*up_proj\.weight_zero_point"):
+        load(tmp_path / "hf")
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(WeightsDamaged, match=r"model\.safetensors"):
+        load(tmp_path / "hf")
+
+
+def test_what_authors_quantise_besides_is_told(tmp_path: Path) -> None:
+    """Oracle: the notes: scales of activations and of the cache are left out, by number."""
+    build_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=1)
+    requantise(tmp_path / "hf", *FORMATS["fp8 per matrix"])
+    notes = load(tmp_path / "hf").notes
+    assert "activations are not quantised to float8, as its authors do" in notes
+    assert "7 scales of activations were left out" in notes
