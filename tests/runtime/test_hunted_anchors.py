@@ -284,3 +284,22 @@ def test_a_budget_too_small_for_one_anchor(checked: CheckedMaker) -> None:
         assert close_to(engine.engine.logits([*ids, 4]), cold)
         list(engine.engine.generate(ids, SamplingParams(max_tokens=5)))
     assert torch.isfinite(cold).all()
+
+
+def test_many_short_paths_stay_within_the_budget(checked: CheckedMaker) -> None:
+    """Paths of 20 tokens, whose anchors are larger than their rows: after each, what is held is
+    within the budget, and the newest is whole."""
+    engine = checked()
+    anchor_bytes = sum(state.bytes_per_anchor() for state in engine.model.spec.states())
+    stats = engine.engine.stats()
+    room = 10 * (anchor_bytes + 64 * engine.model.spec.bytes_per_token())
+    limit = stats.weights_bytes + stats.working_bytes + room
+    engine.engine.set_budget(ram_bytes=limit)
+    for seed in range(30):
+        ids = ids_of(seed, 20)
+        list(engine.engine.generate(ids, SamplingParams(max_tokens=3), anchors=[7, 12]))
+        stats = engine.engine.stats()
+        used = stats.weights_bytes + stats.working_bytes + stats.state_bytes
+        assert used <= limit, (seed, used - limit, anchor_bytes)
+        assert engine.engine.plan(ids).prefill_tokens == 0
+    assert 3 <= stats.resident_paths <= 10

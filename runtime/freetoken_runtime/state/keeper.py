@@ -151,9 +151,14 @@ class StateKeeper:
     def _enter(self, resident: Resident, position: int, anchor: Anchor) -> None:
         resident.sequence.anchors[position] = counted(anchor, self._budget.anchors)
         limit_bytes = self._budget.anchor_limit_bytes
+        spare_bytes = limit_bytes // 8  # so that not every anchor makes others go
         if self._budget.anchors.used_bytes > limit_bytes:
             self.persist(resident)
-            self._retain(self._index, limit_bytes - limit_bytes // 8)
+            self._retain(self._index, limit_bytes - spare_bytes)
+        if self._budget.missing(0):
+            self.persist(resident)
+            self._retain_for(spare_bytes, [resident])  # a path's past before its neighbours
+            self.make_room(0)
 
     def persist(self, resident: Resident) -> None:
         """Hand the path to the writer, if there is one and it has not been told yet."""
