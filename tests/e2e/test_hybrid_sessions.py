@@ -189,6 +189,25 @@ async def test_sub_agents_share_the_anchor_of_their_preamble(model: LocalModel) 
         assert [anchor for anchor, _ in costs] == [None, preamble, preamble]
 
 
+async def test_a_new_process_shares_the_anchor_of_a_preamble(
+    folder: Path, gold: Gold, tmp_path: Path
+) -> None:
+    """Oracle: counts, from the store alone; and a cold prefill."""
+    with LocalModel.load(folder, config=ONE_THREAD) as model, Store(tmp_path) as store:
+        await agent_run(store, model)
+        await store.flush()
+    with LocalModel.load(folder, config=ONE_THREAD) as model, Store(tmp_path) as store:
+        other = store.create("other", model, system="You are helpful.", tools=[TOOL])
+        other.append("user", "Quite another question")
+        plan = other.plan()
+        assert (plan.source, plan.anchor) == ("disk", preamble_tokens(other))
+        reply = await other.reply(max_tokens=3)
+        assert reply.usage.prefill_tokens == plan.prefill_tokens
+        old = store.open("s", model)
+        assert [s.kind for s in old.path() if not s.anchored] == ["thinking", "thinking", "user"]
+        gold.check(model.engine, other.ids(), num_tokens=8)
+
+
 async def test_the_preamble_outlives_other_anchors(model: LocalModel) -> None:
     """Oracle: what is left when the budget holds few anchors: the end of system and tools is among
     it, and a session that shares only those still reuses them."""
