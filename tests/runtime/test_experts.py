@@ -267,6 +267,21 @@ def test_streaming_leaves_settled_experts_alone(
     assert fetched[0] == 48 and max(fetched[2:]) <= 48 - 30 // 2 + 2, fetched
 
 
+@pytest.mark.parametrize("slots", [12, 20, 30])
+def test_a_long_pass_leaves_alone_what_decoding_uses(folder: Folders, slots: int) -> None:
+    """Oracle: counts. A token that was decoded a few times finds its eight experts after a long
+    pass has brought all 48 through the slots: but for three at most, as long as reading has to go
+    on and every other slot is waited for."""
+    model = in_slots(folder("mixtral"), "disk", slots)
+    for _ in range(5):
+        outputs(model, [([1], [Form.FEW])])
+    outputs(model, [([256], [Form.MANY])])
+    before = model.experts.counts
+    outputs(model, [([1], [Form.FEW])])
+    after = model.experts.counts
+    assert after.hits - before.hits >= TOP_K * 4 - 3
+
+
 def test_levels_that_have_nothing_to_do_say_so(folder: Folders, tmp_path: Path) -> None:
     """Oracle: the notes. Nothing is done silently in another way than asked."""
     build_checkpoint(tmp_path / "dense", "llama")

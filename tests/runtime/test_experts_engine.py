@@ -2,6 +2,9 @@
 """Engines whose experts come from RAM or disk. Oracles: an engine with all weights in memory, bit
 for bit; arithmetic on what it reports; the machine of `freetoken_runtime.engine_programs`."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -200,3 +203,49 @@ def test_m9_every_parameter_is_read_once_or_deferred(folder: Folders) -> None:
     assert not source._unread
     with pytest.raises(AssertionError):
         source.defer("layers.0.experts.3.gate")
+
+
+MEASURE = """
+import sys
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+import torch
+import freetoken_runtime.engine
+from freetoken_runtime import Engine, EngineConfig, SamplingParams
+
+folder, budget = sys.argv[1], int(sys.argv[2])
+before = anonymous_bytes()
+config = EngineConfig(threads=1, ram_budget_bytes=budget, prefill_chunk=64, max_batch=2)
+engine = Engine.load(folder, config)
+peak = 0
+for seed in range(6):
+    ids = [3 + (seed * 31 + i * 7) % 200 for i in range(300)]
+    for token in engine.generate(ids, SamplingParams(max_tokens=10)):
+        peak = max(peak, anonymous_bytes() - before)
+many = engine.stats().experts
+engine.set_budget(ram_bytes=budget * 3 // 4)
+few = engine.stats().experts
+left = anonymous_bytes() - before
+print(peak, left, many.slots, few.slots, many.slot_bytes // many.slots, many.level)
+engine.close()
+"""
+
+
+def test_c54_a_model_larger_than_its_budget_stays_within_it(tmp_path: Path) -> None:
+    """Oracle: the kernel's RssAnon. 113 MB of experts in a budget of 96 MiB: at no token more than
+    the budget and a tenth; what a smaller budget takes from slots goes back to the system."""
+    settings = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    build_checkpoint(tmp_path, "mixtral", num_hidden_layers=3, num_local_experts=24, **settings)
+    budget = 96 << 20
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(budget)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *figures, level = done.stdout.split()
+    peak, left, many, few, size = map(int, figures)
+    assert level == "disk" and size >= 1572864 and 72 > many > few + 8
+    assert many * size <= peak <= 1.1 * budget
+    assert left <= peak - 0.8 * (many - few) * size

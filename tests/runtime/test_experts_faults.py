@@ -4,6 +4,7 @@ all weights in memory; the error's type, and the clock."""
 
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from freetoken_runtime import Engine, SamplingParams
 from freetoken_runtime.config import EngineConfig, read_host, resolve
 from freetoken_runtime.conversion import convert
 from freetoken_runtime.errors import WeightsDamaged, WeightsError, WeightsNotFound, WeightsTimeout
-from freetoken_runtime.experts.fetch import unfinished
+from freetoken_runtime.experts.fetch import SWITCH_S, unfinished
 from freetoken_runtime.testing import build_checkpoint
 from freetoken_runtime.weights import LoadedModel, load
 from freetoken_storage.errors import FreetokenError
@@ -223,3 +224,16 @@ def test_m5_m6_shards_without_an_index_serve_and_missing_ones_are_named(
     files[1].unlink()
     with pytest.raises(WeightsNotFound, match=files[1].name):
         load(tmp_path / "parts", offload="disk")
+
+
+def test_the_switch_interval_is_given_back(folder: Path) -> None:
+    """Oracle: the interpreter's own setting, before, while files are open, and after."""
+    usual = sys.getswitchinterval()
+    first, second = (load(folder, offload="disk", expert_slots=4) for _ in range(2))
+    for model in (first, second):
+        for expert in range(4):
+            next(iter(model.experts.serve(0, [expert], 1)))
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S, rel=0.05)
+    for model in (second, first):
+        model.experts.close()
+    assert sys.getswitchinterval() == pytest.approx(usual, rel=0.05)

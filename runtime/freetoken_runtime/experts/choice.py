@@ -26,6 +26,7 @@ def has_experts(source: WeightSource) -> bool:
 
 def usual_level(source: WeightSource, config: ResolvedConfig) -> Offload:
     """What is done where nothing was asked: all in memory if that fits, else experts from disk."""
+    config = replace(config, quant=source.quant or config.quant)
     needed = weights_estimate(source.spec, config) + working_bytes(source.spec, config)
     if needed <= config.ram_budget_bytes or not has_experts(source):
         return "none"

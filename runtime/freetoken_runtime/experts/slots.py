@@ -105,18 +105,23 @@ class SlotPool:
         slot.filling = None
         return slot
 
-    def claim(self, key: Key, *, passing: bool = False) -> Slot | None:
+    def claim(self, key: Key, *, passing: bool = False, sparing: bool = False) -> Slot | None:
         """A slot for an expert that has none; None if none can be given away now. `passing`: it may
-        not settle."""
+        not settle in place of another; `sparing`: nor displace one that was clearly asked for more
+        often."""
         if self._free:
-            return self._take(self._free.pop(), key, settled=not passing)
+            return self._take(self._free.pop(), key, settled=True)
         spare = next((slot for slot in self._passing.values() if slot.evictable), None)
         oldest = next((slot for slot in self._settled.values() if slot.evictable), None)
-        settled = not passing and (not self._crowded or self._earns(key, spare, oldest))
-        victim = spare or oldest
+        plain = not passing and not self._crowded
+        settled = plain or (not passing and self._earns(key, spare, oldest))
+        victim = spare or (oldest if plain else self._least_asked())
         if victim is None:
             return None
-        if settled and victim is spare and self._crowded:
+        if sparing and victim is not spare:
+            if self._askings_of(victim.key) > self._askings_of(key) + 1:
+                return None
+        if settled and not plain:
             assert oldest is not None and oldest.key is not None
             self._passing[oldest.key] = self._settled.pop(oldest.key)
         self.evictions += 1
@@ -160,9 +165,17 @@ class SlotPool:
     def _earns(self, key: Key, spare: Slot | None, oldest: Slot | None) -> bool:
         """Whether an expert settles although not all do: only in place of one that was asked for
         less, and only if there is room for those that pass."""
-        if spare is None or oldest is None or oldest.key is None:
+        if spare is None or oldest is None:
             return False
-        return self._asked.get(key, 0) > self._asked.get(oldest.key, 0)
+        return self._askings_of(key) > self._askings_of(oldest.key)
+
+    def _least_asked(self) -> Slot | None:
+        """Of all that have settled; looked for only where nothing passes, so rarely."""
+        every = [slot for slot in self._settled.values() if slot.evictable]
+        return min(every, key=lambda slot: self._askings_of(slot.key), default=None)
+
+    def _askings_of(self, key: Key | None) -> int:
+        return 0 if key is None else self._asked.get(key, 0)
 
     def _take(self, slot: Slot, key: Key, *, settled: bool) -> Slot:
         slot.key = key

@@ -10,6 +10,7 @@
 What is computed does not depend on any of it: experts' outputs are summed in the router's order.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -84,7 +85,7 @@ class ExpertStore:
         self._counting = Lock()
         self._pass: _Pass | None = None
         self._counts = ExpertStats(level)
-        finalize(self, _close, self._fetcher, self.disk)
+        finalize(self, _end, os.getpid(), self._fetcher, self.disk)
 
     # -- building
 
@@ -190,7 +191,7 @@ class ExpertStore:
         missing = deque(expert for expert, slot in found.items() if slot is None)
         self._note(pool, len(due), len(missing))
         while due or missing:
-            self._fetch(number, missing, due, held)
+            self._fetch(going, missing, due, held)
             if not missing:
                 self._fetch_ahead(going)
             if not due:
@@ -202,20 +203,22 @@ class ExpertStore:
             yield slot.key[1], slot.expert
             slot.held = False
 
-    def _fetch(self, number: int, missing: deque[int], due: deque[Slot], held: list[Slot]) -> None:
-        """Begin to fetch what there is room for."""
-        pool = self._layers[number].pool
+    def _fetch(self, going: _Pass, missing: deque[int], due: deque[Slot], held: list[Slot]) -> None:
+        """Begin to fetch what there is room for. What a long pass brings passes through: read once,
+        it leaves those slots alone that earned their experts."""
+        pool = self._layers[going.layer].pool
         while missing:
-            slot = pool.claim((number, missing[0]))
+            sparing = going.streams and bool(due)  # whose slots will be free
+            key = (going.layer, missing[0])
+            slot = pool.claim(key, passing=going.streams, sparing=sparing)
             if slot is None:
                 return
-            self._begin(number, missing.popleft(), slot)
+            self._begin(going.layer, missing.popleft(), slot)
             held.append(slot)
             due.append(slot)
 
     def _fetch_ahead(self, going: _Pass) -> None:
-        """Begin to fetch the next layer, as far as there is room that is not this one's. It passes
-        through: a model that is read once leaves those slots alone that earned their experts."""
+        """Begin to fetch the next layer, as far as there is room that is not this one's."""
         after = going.layer + 1
         if not going.streams or after >= len(self._layers):
             return
@@ -231,7 +234,7 @@ class ExpertStore:
         limit = max(FETCH_THREADS, min(layer.num_experts, len(pool) // 2))
         while going.absent and (pool.spare or pool.passing < limit):
             key = going.absent[0]
-            slot = pool.claim(key, passing=True)
+            slot = pool.claim(key, passing=True, sparing=pool.passing >= FETCH_THREADS)
             if slot is None:
                 return
             going.absent.popleft()
@@ -300,3 +303,9 @@ class LayerExperts:
 def _close(fetcher: Fetcher, disk: Disk) -> None:
     if fetcher.close(CLOSING_S):
         disk.close()
+
+
+def _end(pid: int, fetcher: Fetcher, disk: Disk) -> None:
+    """For a store that was left open. A child that fork() made has neither threads nor locks."""
+    if os.getpid() == pid:
+        _close(fetcher, disk)
