@@ -10,6 +10,7 @@ import pytest
 
 from freetoken_agent import LocalModel
 from freetoken_agent.catalog import ModelNotFound, resolve
+from freetoken_agent.miss_oracle import MissOracle
 from freetoken_agent.proofs import Gold
 from freetoken_runtime import Engine, EngineConfig
 
@@ -71,3 +72,14 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Ca
         return made[family]
 
     return folder_of
+
+
+@pytest.fixture(params=["llama", "qwen3_next"])
+def world(
+    request: pytest.FixtureRequest, folder_of: Callable[[str], Path], tmp_path: Path
+) -> Iterator[MissOracle]:
+    """The oracle on full attention and on a hybrid."""
+    cuttable = request.param == "llama"
+    made = MissOracle(folder_of(request.param), tmp_path, ONE_THREAD, cuttable=cuttable)
+    yield made
+    made.close()
