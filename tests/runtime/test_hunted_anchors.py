@@ -147,6 +147,21 @@ def test_naming_an_anchor_again_makes_it_last(checked: CheckedMaker) -> None:
         engine.close()
 
 
+def test_a_lasting_anchor_lasts_in_a_longer_path(checked: CheckedMaker) -> None:
+    """Two requests pass a position at once, one names it as lasting and ends first: what remains of
+    both is lasting."""
+    engine = checked()
+    ids = ids_of(1, 1200)
+    longer = engine.engine.generate(ids, SamplingParams(max_tokens=1))
+    shorter = engine.engine.generate(ids[:130], SamplingParams(max_tokens=1), lasting=[100])
+    list(shorter)
+    list(longer)
+    (resident,) = engine.engine._index
+    assert resident.sequence.length == 1200
+    assert resident.sequence.anchors[100].rank is Rank.LASTING
+    assert resident.sequence.anchors[150].rank is Rank.INTERIOR
+
+
 def test_an_anchor_that_gave_way_gives_its_memory(checked: CheckedMaker) -> None:
     """Anchors go when memory is short: nothing holds their buffers any longer."""
     engine = checked(prefill_chunk=1024, anchor_interval=50)

@@ -44,8 +44,13 @@ def thin(sequence: Sequence) -> None:
 
 
 def merge(gone: Sequence, kept: Sequence) -> None:
-    """One path takes over the anchors of another."""
-    kept.anchors = {**gone.anchors, **kept.anchors}
+    """One path takes over the anchors of another; of two in one place the higher rank."""
+    higher = {
+        position: anchor
+        for position, anchor in gone.anchors.items()
+        if (known := kept.anchors.get(position)) is None or known.rank < anchor.rank
+    }
+    kept.anchors = {**kept.anchors, **higher}
     kept.dropped = (kept.dropped | gone.dropped) - kept.anchors.keys()
 
 
