@@ -5,7 +5,8 @@ nobody runs, and GOLD for every path in the end."""
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from freetoken_runtime import Engine, SamplingParams
 from freetoken_runtime.engine_cases import CheckedEngine, close_to, ids_of
 from freetoken_runtime.errors import BudgetTooSmall
 from freetoken_storage import Database, MemoryDatabase
+from freetoken_storage.errors import StoreFull
+from freetoken_storage.records import Snapshots
 
 CheckedMaker = Callable[..., CheckedEngine]
 pytestmark = pytest.mark.parametrize("kind", ["hybrid", "mamba2"])
@@ -22,8 +25,11 @@ pytestmark = pytest.mark.parametrize("kind", ["hybrid", "mamba2"])
 class Storm:
     """Threads that ask, and a thread that disturbs; the first error ends it."""
 
-    def __init__(self, engine: Engine, seed: int, room_bytes: int) -> None:
+    def __init__(
+        self, engine: Engine, stores: Sequence[Snapshots], seed: int, room_bytes: int
+    ) -> None:
         self.engine = engine
+        self._stores = stores
         self.heads = [ids_of(seed + i, 260) for i in range(4)]
         self.running = True
         self.errors: list[BaseException] = []
@@ -78,7 +84,6 @@ class Storm:
     def _disturb(self, rng: random.Random, _: int, __: int) -> None:
         stats = self.engine.stats()
         least = stats.weights_bytes + stats.working_bytes
-        stores = [MemoryDatabase().snapshots, MemoryDatabase().snapshots]
         while self.running and not self.errors:
             head = rng.choice(self.heads)
             what = rng.randrange(8)
@@ -91,9 +96,10 @@ class Storm:
                 self.engine.pin("a", [head[:100]] if rng.random() < 0.5 else [])
             elif what == 3:
                 self.engine.detach()
-                self.engine.attach(rng.choice(stores))
+                self.engine.attach(rng.choice(self._stores))
             elif what == 4:
-                self.engine.flush()
+                with suppress(StoreFull):
+                    self.engine.flush()
             elif what == 5:
                 positions = list(self.engine.anchors(head))
                 assert positions == sorted(set(positions)) and positions[-1:] <= [len(head)]
@@ -102,12 +108,22 @@ class Storm:
                 assert plan.reused_tokens + plan.prefill_tokens == len(head)
 
 
-def storm(checked: CheckedMaker, seed: int, rounds: int) -> None:
+def storm(checked: CheckedMaker, folder: Path, seed: int, rounds: int) -> None:
     engine = checked(prefill_chunk=48, anchor_interval=40, max_batch=3)
     room = 2600 * engine.model.spec.bytes_per_token()
     room += 60 * sum(state.bytes_per_anchor() for state in engine.model.spec.states())
-    weather = Storm(engine.engine, seed, room)
-    weather.run(rounds)
+    with (
+        MemoryDatabase() as roomy,
+        Database(folder / "store", disk_budget_bytes=8 << 20) as tight,
+    ):
+        weather = Storm(engine.engine, [roomy.snapshots, tight.snapshots], seed, room)
+        weather.run(rounds)
+        check_calm(engine, weather)
+        engine.close()
+
+
+def check_calm(engine: CheckedEngine, weather: Storm) -> None:
+    """Nothing runs, the budget holds, and what is kept of every path is right."""
     engine.engine.set_budget(ram_bytes=engine.engine.stats().ram_budget_bytes)
     stats = engine.engine.stats()
     used = stats.weights_bytes + stats.working_bytes + stats.state_bytes
@@ -120,17 +136,17 @@ def storm(checked: CheckedMaker, seed: int, rounds: int) -> None:
             assert close_to(engine.engine.logits(path), engine.cold(path, 1).logits), position
 
 
-def test_a_storm(checked: CheckedMaker) -> None:
+def test_a_storm(checked: CheckedMaker, tmp_path: Path) -> None:
     """One seed."""
-    storm(checked, 1, 12)
+    storm(checked, tmp_path, 1, 12)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 22))
-def test_a_longer_storm(checked: CheckedMaker, seed: int) -> None:
+def test_a_longer_storm(checked: CheckedMaker, tmp_path: Path, seed: int) -> None:
     """Many seeds, many rounds."""
-    storm(checked, seed, 60)
+    storm(checked, tmp_path, seed, 60)
 
 
 def test_two_engines_on_one_store(checked: CheckedMaker, tmp_path: Path) -> None:
