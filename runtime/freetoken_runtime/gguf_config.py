@@ -98,6 +98,7 @@ def read_gguf_spec(
 ) -> ModelSpec:
     """UnsupportedArchitecture, UnsupportedConfig, WeightsDamaged, WeightsMismatch, all naming the
     file. `rope_factors`: the tensor of that name, if the file has it."""
+    _refuse_parts(file, header)
     fields = Fields(file, header)
     if fields.architecture not in _ARCHITECTURES:
         raise UnsupportedArchitecture(
@@ -116,6 +117,17 @@ def read_gguf_spec(
             layer = _with_factors(file, layer, rope_factors)
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
+
+
+def _refuse_parts(file: Path, header: GgufHeader) -> None:
+    count = header.metadata.get("split.count", 1)
+    if count not in (0, 1):
+        raise UnsupportedConfig(
+            f"{file} is one of several files of a model",
+            value=count,
+            limit=1,
+            remedy="merge them, with llama.cpp's gguf-split --merge",
+        )
 
 
 def _read_common(fields: Fields) -> dict[str, Any]:

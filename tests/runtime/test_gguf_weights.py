@@ -266,6 +266,22 @@ def test_metadata_that_does_not_fit_is_named(
         open_source(file)
 
 
+def test_one_of_several_files_is_refused_by_number(tmp_path: Path) -> None:
+    """Oracle: the message names the number of files and how to make one of them."""
+    file = tmp_path / "model-00001-of-00003.gguf"
+    original = GGUFWriter.add_tensor
+
+    def with_count(self: GGUFWriter, *arguments: Any) -> None:
+        self.add_uint16("split.count", 3)
+        original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_tensor", with_count)
+        _minimal(file)
+    with pytest.raises(UnsupportedConfig, match="00001-of-00003.*got 3.*merge"):
+        open_source(file)
+
+
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     """Oracle: the message names it and what is supported."""
     file = tmp_path / "model.gguf"
