@@ -48,8 +48,9 @@ def test_c23_an_edit_in_a_long_session_finds_an_anchor(checked: CheckedMaker) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["full", "gated_delta", "mamba2", "convolution"])
-@pytest.mark.parametrize("interval", [1024, 128])
+@pytest.mark.parametrize(
+    "kind, interval", [("gated_delta", 1024), ("mamba2", 1024), ("mamba2", 128)]
+)
 def test_c23_100k_ids(tmp_path: Path, kind: str, interval: int) -> None:
     """The same with 100,000 ids, at the default interval and at one of many anchors."""
     KINDS[kind].build(tmp_path, max_position_embeddings=131_072)
