@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from .spec import ModelSpec
-from .weight_source import Stored, WeightSource
-from .weights import Dtype, LoadedModel, Quant, load
+from .weight_source import Quant, Stored, WeightSource
+from .weights import Dtype, LoadedModel, load
 
 
 class RandomWeights(WeightSource):

@@ -25,7 +25,7 @@ def ids_of(seed: int, count: int) -> list[int]:
     return [rng.randrange(3, 211) for _ in range(count)]
 
 
-def names_of(engine: Engine, ids: list[int]) -> list[bytes]:
+def names_of(engine: Engine, ids: list[int]) -> tuple[bytes, ...]:
     disk = engine._lookup.disk
     assert disk is not None
     return disk.boundaries(np.array(ids, dtype="<i4"))
@@ -85,7 +85,7 @@ def test_a_damaged_block_is_named_and_written_anew(
         third.close()
 
 
-def names_of_closed(engine: Engine, ids: list[int]) -> list[bytes]:
+def names_of_closed(engine: Engine, ids: list[int]) -> tuple[bytes, ...]:
     """The boundaries of a path, from the fingerprint alone."""
     from freetoken_runtime.state.digest import as_ids, chain
 
