@@ -135,13 +135,14 @@ class StateKeeper:
         """Make an anchor of a position, whose hidden row [H] this is; the last pass ended there or
         was cut there."""
         sequence = resident.sequence
-        known = sequence.anchors.get(position)
+        stale, known = bool(sequence.replay), sequence.anchors.get(position)
         if known is not None:
+            if rank <= known.rank and (stale or not known.stale):
+                return  # it says all that a new one would
             rank = max(rank, known.rank)
-        stale = bool(sequence.replay)
-        self._enter(
-            resident, position, Anchor(row.clone(), sequence.fixed_at(position), rank, stale)
-        )
+            known = None  # it counts as long as anyone holds it
+        fixed = sequence.fixed_at(position)
+        self._enter(resident, position, Anchor(row.clone(), fixed, rank, stale))
 
     def keep(self, resident: Resident, position: int, row: torch.Tensor, fixed: Fixed) -> None:
         """Make an anchor of a position that was passed a moment ago."""
