@@ -17,7 +17,7 @@ from .segments import Change, Miss, MissPart, ReusePlan, Usage
 from .views import segments
 
 OTHER_IDS = "different_ids"
-MAX_COMPARED = 32  # earlier paths that are tried for what stood in a place
+MAX_COMPARED = 4  # earlier paths that are tried for what stood in a place: each costs a plan
 
 
 @dataclass(frozen=True)
