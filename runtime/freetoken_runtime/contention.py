@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 STALL_S = 0.002  # a probe takes 10 µs in a healthy team, 25 right after a pass
 PROBE_EVERY_S = 0.02  # while the team is in use
+PROBE_EVERY_PASSES = 4.0  # the same for long passes, which show by themselves that they stall
+SLOW = 1.5  # a pass that takes so many times what was expected is looked into
 RETRY_S = 0.25  # after a stall; doubles with each further one
 MAX_RETRY_S = 4.0
 _PROBES = 3  # before a team is taken back; one in use is probed once, but often
@@ -47,6 +49,7 @@ class ThreadGovernor:
         self._probe = probe if probe is not None else _Team().probe
         self._retry_s = RETRY_S
         self._next = 0.0  # when to probe again
+        self._probed = 0.0  # when a team was last found well
         self.threads = threads
 
     def before_pass(self) -> None:
@@ -67,7 +70,19 @@ class ThreadGovernor:
         else:
             self.threads = self._all
             self._retry_s = RETRY_S
-            self._next = self._clock() + PROBE_EVERY_S
+            self._probed = self._clock()
+            self._next = self._probed + PROBE_EVERY_S
+
+    def after_pass(self, seconds: float, expected_s: float | None) -> None:
+        """Tell how long a pass took, and how long passes of its kind have taken (None: unknown).
+        A slow one brings the next probe forward, a long one of the usual speed puts it off: a
+        probe that meets a busy neighbour costs 8 ms."""
+        if self.threads == 1:
+            return
+        if expected_s is not None and seconds > SLOW * expected_s > 0:
+            self._next = 0.0
+        else:
+            self._next = max(self._next, self._probed + PROBE_EVERY_PASSES * seconds)
 
 
 class _Team:

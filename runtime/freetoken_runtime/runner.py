@@ -83,10 +83,13 @@ class Runner:
         self.rows += len(batch.ids)
         seconds = time.perf_counter() - started
         self.seconds += seconds
+        expected_s: float | None = None
         if len(works) == 1:
             count = len(works[0].ids)
-            start = works[0].sequence.length - count
-            self.rates.passed(count, start, seconds, many=count >= self.few_rows)
+            start, many = works[0].sequence.length - count, count >= self.few_rows
+            expected_s = self.rates.predict(count, start, many=many, restored_bytes=0)
+            self.rates.passed(count, start, seconds, many=many)
+        self._governor.after_pass(seconds, expected_s)
         return list(torch.split(hidden, [len(work.wanted) for work in works]))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,28 @@ def test_probes_are_rare_while_all_is_well() -> None:
     assert machine.probes == first
 
 
+def test_long_passes_are_probed_when_they_are_slow() -> None:
+    """Of passes of 0.3 s one in four is probed; one that takes twice as long as expected makes the
+    next one probe, whatever the time, and a team that stalls then is given up."""
+    machine = Machine()
+    governor = ThreadGovernor(2, machine.clock, machine.probe)
+    for _ in range(40):
+        governor.before_pass()
+        machine.now += 0.3
+        governor.after_pass(0.3, 0.3)
+    assert 10 <= machine.probes <= 11
+    governor.before_pass()
+    probes = machine.probes
+    machine.op_s = 4 * STALL_S
+    machine.now += 0.6
+    governor.after_pass(0.6, 0.3)
+    governor.before_pass()
+    assert machine.probes == probes + 1 and governor.threads == 1
+    governor.after_pass(0.6, 0.3)  # one thread has nothing to be suspected of
+    governor.before_pass()
+    assert machine.probes == probes + 1
+
+
 def test_one_thread_is_never_probed() -> None:
     """There is nothing to choose."""
     machine = Machine()
