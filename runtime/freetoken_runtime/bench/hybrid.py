@@ -118,6 +118,8 @@ class _Bench:
     def anchors_cost(self) -> tuple[float, float]:
         """Seconds of a cold prefill with anchors, and what they add to one without."""
         taken = {self._config.anchor_interval: [], NEVER: []}  # type: dict[int, list[float]]
+        with self._engine(NEVER, "first") as engine:  # the first touch of the weights is slow
+            _first_token(engine, self._ids(seed=-1)[: self._settings.prefill_chunk])
         for number in range(self._settings.rounds):
             ids = self._ids(seed=number)
             order = list(taken) if number % 2 else list(taken)[::-1]
