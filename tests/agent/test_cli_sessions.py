@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,8 @@ def test_an_interrupt_keeps_what_was_written_and_the_chat_goes_on(tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
         bufsize=0,
+        # Whoever started the tests may ignore SIGINT (a shell does so for what runs behind it).
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as chat:
         assert chat.stdin is not None and chat.stdout is not None
         try:
