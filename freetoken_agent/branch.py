@@ -66,6 +66,7 @@ class Branch:
         self._session = session
         self._bodies = bodies
         self._recent: OrderedDict[int, tuple[Place, ...]] = OrderedDict()  # by head node
+        self._computed: OrderedDict[int, tuple[Place, ...]] = OrderedDict()  # the same
         self._path = known or Path()
         self._adopt(record)
 
@@ -112,6 +113,7 @@ class Branch:
         some of their meta data."""
         record = self._sessions.branch(self._session, self.name)
         self._recent.clear()
+        self._computed.clear()
         self._refresh_bodies()
         if any(self._bodies.get(p.body.id) is not p.body for p in self._path.places):
             self._path = Path()
@@ -212,6 +214,15 @@ class Branch:
         """Paths that this handle has left lately, the newest first; their tails are closed."""
         return [Path(places) for places in reversed(list(self._recent.values()))]
 
+    def computed_paths(self) -> list[Path]:
+        """Paths that a model has forwarded for this handle lately, the newest first."""
+        return [Path(places) for places in reversed(list(self._computed.values()))]
+
+    def note_computed(self, path: Path) -> None:
+        """A model has forwarded this path."""
+        if path.places:
+            _keep(self._computed, path)
+
     def past_heads(self) -> list[Head]:
         """Every head in this branch's log, the current one included."""
         return [head for head in self._heads() if head is not None] + [self.head]
@@ -250,10 +261,7 @@ class Branch:
     def _remember(self) -> None:
         """Keep the path that is being left: undo and redo often come back to it."""
         if self._path.places:
-            self._recent[_head_node(self._path)] = self._path.places
-            self._recent.move_to_end(_head_node(self._path))
-            if len(self._recent) > _RECENT_PATHS:
-                self._recent.popitem(last=False)
+            _keep(self._recent, self._path)
 
     def _nodes_to(self, node: int) -> list[NodeRecord]:
         try:
@@ -317,6 +325,14 @@ def _new_nodes(path: Path) -> tuple[int, list[NewNode]]:
         above = parent if offset == 0 else -offset
         nodes.append(NewNode(above, place.body.id, codec.pack_node(place)))
     return start, nodes
+
+
+def _keep(paths: OrderedDict[int, tuple[Place, ...]], path: Path) -> None:
+    """Enter a path as the newest; the oldest goes when there are too many."""
+    paths[_head_node(path)] = path.places
+    paths.move_to_end(_head_node(path))
+    if len(paths) > _RECENT_PATHS:
+        paths.popitem(last=False)
 
 
 def _head_node(path: Path) -> int:

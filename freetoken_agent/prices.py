@@ -17,7 +17,7 @@ from .segments import Change, Miss, MissPart, ReusePlan, Usage
 from .views import segments
 
 OTHER_IDS = "different_ids"
-MAX_COMPARED = 4  # earlier paths that are tried for what stood in a place: each costs a plan
+MAX_COMPARED = 32  # earlier paths that are tried for what stood in a place: each costs a plan
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Pricing:
     def paid(self, usage: PathUsage, announced: ReusePlan, *, thinking_tokens: int = 0) -> Usage:
         """The model's counts, with the reason for what was forwarded: that of the announced plan,
         unless something ran in between."""
+        miss = self._paid_miss(usage, announced)
+        self.earlier.branch.note_computed(self.path)
         return Usage(
             input_tokens=usage.input_tokens,
             reused_tokens=usage.reused_tokens,
@@ -59,7 +61,7 @@ class Pricing:
             ttft_s=usage.ttft_s,
             decode_s=usage.decode_s,
             changed=usage.changed,
-            miss=self._paid_miss(usage, announced),
+            miss=miss,
         )
 
     def _paid_miss(self, usage: PathUsage, announced: ReusePlan) -> Miss | None:
