@@ -23,9 +23,9 @@ class EarlierPaths:
     before: Path | None = None
 
     def going_on(self, ids: Sequence[int], position: int, segment: str | None) -> Iterator[Path]:
-        """Paths that begin with ids[:position] and go on with other ids, the likeliest first: what
-        was forwarded lately, where an edit starts, what this branch left lately, then the stored
-        tree, the newest first, each there down to `segment` if it holds it later on."""
+        """Paths that begin with ids[:position] and go on with other ids, the likeliest first: where
+        an edit starts, what this branch left lately, then the stored tree, the newest first, each
+        there down to `segment` if it holds it later on."""
         wanted = tuple(ids)
         for path in self._at_hand():
             if _part_at(path.ids, wanted, position):
@@ -36,8 +36,14 @@ class EarlierPaths:
         except StorageError:  # what stood there is a courtesy, a plan must not fail for it
             return
 
+    def forwarded(self, ids: Sequence[int], position: int) -> Path | None:
+        """The newest path that was forwarded lately, shares ids[:position] and goes on with other
+        ids."""
+        wanted = tuple(ids)
+        paths = self.branch.computed_paths()
+        return next((path for path in paths if _part_at(path.ids, wanted, position)), None)
+
     def _at_hand(self) -> Iterator[Path]:
-        yield from self.branch.computed_paths()
         if self.before is not None:
             yield self.before
         yield from self.branch.recent_paths()

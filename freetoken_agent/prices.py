@@ -51,7 +51,8 @@ class Pricing:
         """The model's counts, with the reason for what was forwarded: that of the announced plan,
         unless something ran in between."""
         miss = self._paid_miss(usage, announced)
-        self.earlier.branch.note_computed(self.path)
+        if not usage.unforwarded_tokens:
+            self.earlier.branch.note_computed(self.path)
         return Usage(
             input_tokens=usage.input_tokens,
             reused_tokens=usage.reused_tokens,
@@ -85,8 +86,10 @@ class Pricing:
         other = None
         if miss.cause == OTHER_IDS:
             named = None if index is None else path.places[index].body.id
-            candidates = self.earlier.going_on(self.ids, position, named)
-            other = self._computed(candidates, position)
+            other = self.earlier.forwarded(self.ids, position)
+            if other is None:
+                candidates = self.earlier.going_on(self.ids, position, named)
+                other = self._computed(candidates, position)
         there = None if other is None else _counterpart(path, index, other, position)
         known = None if other is None or there is None else (other, there)
         return Miss(
