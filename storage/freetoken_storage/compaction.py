@@ -17,6 +17,7 @@ from pathlib import Path
 from . import keys
 from .environment import DATA_FILE
 from .errors import StoreDamaged
+from .folders import sync_folder
 from .snapshot_rows import load_record
 from .transactions import Environment, Transaction
 from .worker import run_worker
@@ -110,12 +111,3 @@ def replace_file(folder: Path, kind: str) -> None:
         sync_folder(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

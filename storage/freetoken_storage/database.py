@@ -16,10 +16,11 @@ from typing import Self
 
 from . import keys, values
 from .budgets import DiskBudget
-from .compaction import is_pending, mark_pending, replace_file, sync_folder, unmark_pending
+from .compaction import is_pending, mark_pending, replace_file, unmark_pending
 from .disk_errors import shown, store_path, translated
 from .environment import LOCK_FILE, LmdbEnvironment, create_file
 from .errors import StorageError, StoreDamaged, StoreLocked, StoreReadOnly
+from .folders import sync_folder
 from .life import Life
 from .locks import Gate, Registration, StoreLock
 from .memory_snapshots import MemorySnapshots

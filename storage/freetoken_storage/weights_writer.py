@@ -23,6 +23,7 @@ from typing import IO, Any, Self
 import xxhash
 
 from .disk_errors import NO_ROOM
+from .folders import sync_folder
 from .weights import (
     ELEMENT_BYTES,
     FIELD_ALIGNMENT,
@@ -177,9 +178,9 @@ class WeightsWriter:
             encoded = encode(header)
             decode(encoded, self._model / HEADER_NAME)  # no reader refuses what is written here
             _write_durably(self._model / HEADER_NAME, encoded)
-            _sync_folder(self._model)
+            sync_folder(self._model)
             os.rename(self._model, self._folder)
-            _sync_folder(self._folder.parent)
+            sync_folder(self._folder.parent)
             self.close()
             shutil.rmtree(self._work)
         return header
@@ -321,11 +322,3 @@ def _write_durably(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
