@@ -15,13 +15,13 @@ import torch
 from freetoken_storage.errors import FreetokenError
 
 from .errors import BudgetTooSmall, EngineFault
-from .reports import FinishReason
+from .reports import FinishReason, PathMiss
 from .runner import Runner, Work
 from .sampler import Sampler
 from .scheduler import Candidate, Scheduler
 from .state.anchors import Rank
 from .state.digest import Ids, as_ids
-from .state.keeper import Acquired, StateKeeper
+from .state.keeper import StateKeeper
 from .task import Moment, Task
 
 _log = logging.getLogger(__name__)
@@ -118,10 +118,11 @@ class Worker:
             if acquired is not None:
                 task.resident = acquired.resident
                 task.reused = acquired.reused
-                task.changed = self._difference(task, acquired)
-                task.miss = task.stream.plan.miss
-                if task.changed is not None:
+                planned = task.stream.plan
+                task.miss = planned.miss
+                if acquired.reused != planned.reused_tokens:
                     task.miss = self._keeper.why(request.ids, acquired)
+                    task.changed = _difference(planned.reused_tokens, acquired.reused, task.miss)
                 if acquired.row is not None:
                     task.hidden = acquired.row.unsqueeze(0)
         if task.resident is None:
@@ -140,17 +141,6 @@ class Worker:
         if not task.missing:
             self._prompt_done(task)
         return True
-
-    def _difference(self, task: Task, acquired: Acquired) -> str | None:
-        """What made the work differ from the plan that the caller was shown."""
-        planned, reused = task.stream.plan.reused_tokens, acquired.reused
-        if reused == planned:
-            return None
-        if reused > planned:
-            return f"another request computed {reused - planned} tokens of the path"
-        miss = self._keeper.why(task.request.ids, acquired)
-        cause = "evicted" if miss is None else miss.cause
-        return f"{planned - reused} tokens were lost: {cause}"
 
     # -- a pass
 
@@ -322,3 +312,11 @@ class Worker:
             self._keeper.capture(resident, resident.sequence.length, task.hidden[0])
         self._keeper.persist(resident)
         self._keeper.release(resident)
+
+
+def _difference(planned: int, reused: int, miss: PathMiss | None) -> str:
+    """What made the work differ from the plan that the caller was shown, in reused tokens."""
+    if reused > planned:
+        return f"another request computed {reused - planned} tokens of the path"
+    cause = "evicted" if miss is None else miss.cause
+    return f"{planned - reused} tokens were lost: {cause}"

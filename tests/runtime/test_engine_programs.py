@@ -9,16 +9,8 @@ import pytest
 
 from freetoken_runtime import Engine, SamplingParams
 from freetoken_runtime.config import EngineConfig, read_host, resolve
+from freetoken_runtime.engine_cases import hybrid_model
 from freetoken_runtime.engine_programs import DatabasePrograms, Programs, run_programs
-from freetoken_runtime.random_weights import random_model
-from freetoken_runtime.spec import LayerSpec, ModelSpec
-from freetoken_runtime.specs.attention import AttentionSpec
-from freetoken_runtime.specs.convolution import ShortConvSpec
-from freetoken_runtime.specs.gated_delta import GatedDeltaSpec
-from freetoken_runtime.specs.mamba import Mamba2Spec
-from freetoken_runtime.specs.mlp import MlpSpec
-from freetoken_runtime.specs.moe import ExpertSpec, MoeSpec, RouterSpec
-from freetoken_runtime.specs.rope import RopeSpec
 from freetoken_runtime.weights import LoadedModel, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,29 +22,9 @@ def llama(tiny_llama: Path) -> LoadedModel:
     return load(tiny_llama)
 
 
-def hybrid_spec() -> ModelSpec:
-    """Window and full attention, gated delta net, Mamba-2, short convolution; experts and not."""
-    rope = RopeSpec(dim=10, theta=10_000.0)
-    window = AttentionSpec(6, 2, 10, rope, window=23)
-    moe = MoeSpec(
-        RouterSpec(num_experts=12, top_k=2, scores="softmax", normalise=True),
-        ExpertSpec(36),
-        shared=MlpSpec(44),
-        shared_gate=True,
-    )
-    layers = (
-        LayerSpec(GatedDeltaSpec(2, 6, key_dim=12, head_dim=20, kernel=4), moe),
-        LayerSpec(window, moe),
-        LayerSpec(Mamba2Spec(6, 20, 2, state_size=12, kernel=4, norm="of_gated"), moe),
-        LayerSpec(ShortConvSpec(channels=60, kernel=3), MlpSpec(84)),
-        LayerSpec(AttentionSpec(6, 2, 10, rope), moe),
-    )
-    return ModelSpec("hybrid", 211, 60, layers, 1e-6, tied_head=False, context_limit=4096)
-
-
 @pytest.fixture(scope="module")
 def hybrid() -> LoadedModel:
-    return random_model(hybrid_spec(), seed=3)
+    return hybrid_model()
 
 
 def test_programs_in_memory(llama: LoadedModel) -> None:

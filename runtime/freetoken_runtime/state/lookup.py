@@ -49,15 +49,14 @@ class History:
 @dataclass(frozen=True)
 class Route:
     """The restore that serves a path: `ram_rows` rows as views of `resident`, then the pieces of
-    `disk`: the state at `restored`, of which `replay` rows are forwarded again. With `row_from` set
-    nothing else needs to be. `ram` and `stored`: what was found on the way."""
+    `disk`: the state at `restored`, of which `replay` rows are forwarded again. `ram` and `stored`:
+    what was found on the way."""
 
     resident: Resident | None
     ram_rows: int
     disk: DiskMatch
     restored: int
     replay: int
-    row_from: Literal["ram", "disk"] | None
     source: Literal["ram", "disk", "none"]
     ram: RamMatch
     stored: DiskMatch
@@ -87,7 +86,6 @@ class Lookup:
             disk=NOTHING,
             restored=ram.usable,
             replay=ram.resident.sequence.replay_at(ram.usable) if ram.resident else 0,
-            row_from="ram" if ram.usable == total else None,
             source="ram" if ram.usable else "none",
             ram=ram,
             stored=NOTHING,
@@ -96,7 +94,7 @@ class Lookup:
         if disk is None or route.restored == total:
             return route
         stored = disk.match(ids, floor=ram.rows, base=ram.usable)
-        return _through_disk(replace(route, stored=stored), total)
+        return _through_disk(replace(route, stored=stored))
 
     def positions(self, ids: Ids) -> set[int]:
         """Where the path can be restored by an anchor, from RAM or disk, and the deepest position
@@ -105,7 +103,7 @@ class Lookup:
         disk = self.disk
         if disk is None:
             return found
-        rows = max(self._index.match(ids).rows, disk.match(ids).position)
+        rows = self.known_rows(ids)
         return found | {position for position in disk.anchors(ids) if position <= rows}
 
     def known_rows(self, ids: Ids) -> int:
@@ -148,7 +146,7 @@ class Lookup:
         return PathMiss(rows, cause, total - reused, gap, dropped)
 
 
-def _through_disk(route: Route, total: int) -> Route:
+def _through_disk(route: Route) -> Route:
     """The route with the store's pieces, if they reach further. Rows at hand are not read again,
     whichever path in RAM holds them."""
     ram, stored = route.ram, route.stored
@@ -168,6 +166,5 @@ def _through_disk(route: Route, total: int) -> Route:
         disk=replace(stored, pieces=pieces),
         restored=restored,
         replay=stored.replay,
-        row_from="disk" if restored == total else None,
         source="disk",
     )

@@ -108,14 +108,14 @@ class PrefixIndex:
         return RamMatch(best, best_key[0], deepest, deepest_key[0], row_known, goes_on)
 
     def positions(self, ids: Ids) -> set[int]:
-        """Where the path can be restored from RAM: its anchors, and what can be sliced is told by
-        `match`."""
+        """Where the path can be restored from RAM: at its anchors, and at the deepest position of
+        each resident (0 where that is none)."""
         found: set[int] = set()
         for resident in self:
             sequence = resident.sequence
             rows = shared_rows(sequence.ids, ids)
             found.update(p for p in list(sequence.anchors) if p <= rows)
-            found.update(() if sequence.restorable(rows) == 0 else (sequence.restorable(rows),))
+            found.add(sequence.restorable(rows))
         return found
 
     def add(self, resident: Resident) -> None:
