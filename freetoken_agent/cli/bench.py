@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group
@@ -23,9 +23,6 @@ from freetoken_runtime.bench.timing import Figure, OnTurn, Target
 from .bench_sessions import SessionSettings, measure_edit, measure_fork, measure_load
 from .opening import ModelName
 from .output import EXIT_FAULT_FOUND, Json, command, emit, progress
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine; figures have targets.")
 
