@@ -65,7 +65,7 @@ def test_logits_equal_transformers_with_the_same_values(
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
     difference = (logits_of(file, ids) - expected).abs().max()
-    assert float(difference / (expected.max() - expected.min())) < 1e-5
+    assert float(difference / (expected.max() - expected.min())) < 1e-4
     assert open_source(file).spec.tied_head == tied
 
 

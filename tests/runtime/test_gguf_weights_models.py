@@ -71,13 +71,13 @@ def test_logits_of_every_architecture_equal_transformers(
 ) -> None:
     """Oracle: transformers with the same weights, 1e-4 of the range: names, biases, windows, ropes
     of both kinds of layers, norms stored as 1 + w, and experts stored together."""
-    assert difference(*build(tmp_path, family, kind)) < 1e-5
+    assert difference(*build(tmp_path, family, kind)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_logits_of_every_type_equal_transformers(kind: str, tmp_path: Path) -> None:
     """Oracle: transformers with the same weights, 1e-4 of the range, on a mixture."""
-    assert difference(*build(tmp_path, "qwen3_moe", kind)) < 1e-5
+    assert difference(*build(tmp_path, "qwen3_moe", kind)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])

@@ -267,7 +267,7 @@ def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> No
     build_checkpoint(tmp_path / "hf", family, num_hidden_layers=2)
     quantise, settings = FORMATS[name]
     model = requantise(tmp_path / "hf", quantise, settings)
-    assert difference(tmp_path / "hf", model) < 1e-5
+    assert difference(tmp_path / "hf", model) < 1e-4
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[State, torch.Tensor]:
@@ -297,7 +297,7 @@ def test_mxfp4_experts_equal_transformers(dimensions: tuple[int, int], tmp_path:
     config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     experts = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)$")
     model = requantise(tmp_path / "hf", mxfp4, config, experts)
-    assert difference(tmp_path / "hf", model) < 1e-5
+    assert difference(tmp_path / "hf", model) < 1e-4
 
 
 def test_integers_of_four_bits_are_kept_and_others_quantised_again(tmp_path: Path) -> None:
