@@ -32,8 +32,8 @@ from .kernels.integers import (
 )
 from .layers import attention, gated_delta, kda, mamba, mla, mlp, moe, parallel, short_conv
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
+from .layers.expert import Experts
 from .layers.linear import DenseLinear, IntegerLinear, Linear
-from .layers.moe import Experts
 from .layers.norm import RmsNorm
 from .layers.parts import FeedForward, Mixer, Parts
 from .losses import Losses

@@ -18,6 +18,7 @@ from freetoken_runtime.experts.slots import Slot
 from freetoken_runtime.experts.store import ExpertStore
 from freetoken_runtime.experts.tiers import Tier
 from freetoken_runtime.family_configs import FAMILY_CONFIGS
+from freetoken_runtime.layers.expert import Demand
 from freetoken_runtime.models.registry import FAMILIES
 from freetoken_runtime.reports import Offload
 from freetoken_runtime.specs.moe import MoeSpec
@@ -117,10 +118,10 @@ def wanted_by(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[set[t
     passes: list[set[tuple[int, int]]] = []
     serve = model.experts.serve
 
-    def watched(number: int, wanted: Sequence[int], rows: int) -> Any:
+    def watched(number: int, wanted: Sequence[Demand], rows: int) -> Any:
         if number == 0:
             passes.append(set())
-        passes[-1] |= {(number, expert) for expert in wanted}
+        passes[-1] |= {(number, demand.expert) for demand in wanted}
         return serve(number, wanted, rows)
 
     monkeypatch.setattr(model.experts, "serve", watched)

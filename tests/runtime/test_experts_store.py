@@ -4,6 +4,7 @@ at all. Oracle: that number, for each expert that is handed out, at the moment w
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from freetoken_runtime.errors import WeightsDamaged
 from freetoken_runtime.experts.records import ExpertForm
 from freetoken_runtime.experts.store import ExpertStore, LayerExperts
-from freetoken_runtime.layers.moe import Expert
+from freetoken_runtime.layers.expert import Demand, Expert
 from freetoken_runtime.specs.moe import ExpertSpec
 
 WIDE = ExpertForm.of(ExpertSpec(4), 4, None, torch.float32, 32)
@@ -91,13 +92,27 @@ def _serve(tier: NumberTier, layer: LayerExperts, rng: random.Random, rows: int)
     most = EXPERTS if rows > 2 else TOP_K * rows
     wanted = sorted(rng.sample(range(EXPERTS), rng.randint(1, most)))
     served = []
-    for index, expert in layer.serve(wanted, rows):
-        assert number_of(expert) == {float(tier.layer * 100 + index)}
+    for now in layer.serve(demands(wanted), rows):
+        assert number_of(now.expert) == {float(tier.layer * 100 + now.index)}
         if rng.random() < 0.2:
             time.sleep(0.0005)
-        assert number_of(expert) == {float(tier.layer * 100 + index)}
-        served.append(index)
+        assert number_of(now.expert) == {float(tier.layer * 100 + now.index)}
+        served.append(now.index)
+        now.release()
     assert sorted(served) == wanted
+
+
+def demands(wanted: Sequence[int]) -> list[Demand]:
+    return [Demand(expert, 1) for expert in wanted]
+
+
+def pass_over(layer: LayerExperts, wanted: Sequence[int]) -> list[int]:
+    """What was served, each released at once."""
+    found = []
+    for served in layer.serve(demands(wanted), 1):
+        found.append(served.index)
+        served.release()
+    return sorted(found)
 
 
 def test_a_pass_that_is_left_in_the_middle_holds_nothing() -> None:
@@ -105,10 +120,10 @@ def test_a_pass_that_is_left_in_the_middle_holds_nothing() -> None:
     store = ExpertStore("disk")
     layer = store.add(NumberTier(WIDE, 0, random.Random(0)), EXPERTS, TOP_K)
     store.resize([TOP_K])
-    for index, _ in layer.serve([0, 1, 2], 1):
-        assert index < 3
+    for served in layer.serve(demands([0, 1, 2]), 1):
+        assert served.index < 3
         break
-    assert sorted(index for index, _ in layer.serve([4, 5], 1)) == [4, 5]
+    assert pass_over(layer, [4, 5]) == [4, 5]
     store.close()
 
 
@@ -119,7 +134,7 @@ def test_counts_are_those_of_a_plain_model() -> None:
     store.resize([TOP_K])
     seen = []
     for wanted in ([0, 1], [1, 2], [0, 1, 2, 3, 4, 5]):
-        assert sorted(index for index, _ in layer.serve(wanted, 1)) == wanted
+        assert pass_over(layer, wanted) == wanted
         counts = store.counts
         seen.append((counts.hits, counts.misses, counts.fetched, counts.waves, counts.evictions))
     assert seen == [(0, 2, 2, 1, 0), (1, 3, 3, 2, 1), (3, 7, 7, 5, 5)]

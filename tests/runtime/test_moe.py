@@ -13,7 +13,7 @@ from freetoken_runtime.batch import Form, RowGroup
 from freetoken_runtime.errors import UnsupportedConfig
 from freetoken_runtime.kernels.dense_linear.cpu import linear
 from freetoken_runtime.kernels.experts import reference
-from freetoken_runtime.kernels.experts.cpu import Compute, group_by_expert, mix
+from freetoken_runtime.kernels.experts.cpu import ExpertRows, Task, group_by_expert, mix
 from freetoken_runtime.kernels.int4_linear import cpu as int4
 from freetoken_runtime.kernels.int4_linear import reference as int4_reference
 from freetoken_runtime.kernels.int8_linear import cpu as int8
@@ -321,14 +321,16 @@ def test_results_are_summed_in_the_order_of_the_slots() -> None:
     chosen = torch.stack([torch.randperm(7)[:4] for _ in range(9)])
     weights = torch.rand(9, 4)
     calls: list[int] = []
+    released: list[int] = []
 
     def compute(expert: int, rows: torch.Tensor, part: int) -> torch.Tensor:
         calls.append(expert)
         return rows * (expert + 1.37)
 
-    def serve(wanted: Sequence[int]) -> Iterator[tuple[int, Compute]]:
-        for expert in reversed(wanted):
-            yield expert, partial(compute, expert)
+    def serve(groups: Sequence[ExpertRows]) -> Iterator[Task]:
+        for group in reversed(groups):
+            release = partial(released.append, group.expert)
+            yield Task(group.expert, partial(compute, group.expert), release)
 
     ours = mix(x, chosen, weights, serve, [9])
     for row in range(9):
@@ -338,6 +340,7 @@ def test_results_are_summed_in_the_order_of_the_slots() -> None:
             total = torch.addcmul(total, value, weights[row, slot])
         assert torch.equal(ours[row], total)
     assert calls[::-1] == sorted(set(chosen.flatten().tolist())), "each expert once"
+    assert released == calls
 
 
 def test_rows_are_grouped_by_expert() -> None:

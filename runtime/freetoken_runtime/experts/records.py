@@ -19,8 +19,8 @@ from ..ftw_weights import DTYPES, fields_of, tensor_of
 from ..kernels.int4_linear import cpu as int4
 from ..kernels.int8_linear import cpu as int8
 from ..kernels.integers import quantise_int4, quantise_int8, stack_int4, stack_int8
+from ..layers.expert import Expert, expert_activation
 from ..layers.linear import DenseLinear, IntegerLinear, Linear
-from ..layers.moe import Expert, expert_activation
 from ..specs.moe import ExpertSpec
 from ..weight_source import Quant
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from freetoken_storage.weights import RECORD_ALIGNMENT, aligned
 from freetoken_storage.weights_direct import AlignedBuffer
 
-from ..layers.moe import Expert
+from ..layers.expert import Expert
 from .records import ExpertForm
 
 Key = tuple[int, int]  # number of the layer among those with experts, and of the expert in it

@@ -20,7 +20,7 @@ from threading import Lock
 from weakref import finalize
 
 from ..errors import WeightsTimeout
-from ..layers.moe import Expert
+from ..layers.expert import Demand, Served
 from ..plan import SlotDemand
 from ..reports import ExpertStats, Offload
 from .fetch import Disk, Fetcher, finished, unfinished
@@ -141,7 +141,7 @@ class ExpertStore:
 
     # -- serving
 
-    def serve(self, number: int, wanted: Sequence[int], rows: int) -> Iterator[tuple[int, Expert]]:
+    def serve(self, number: int, wanted: Sequence[Demand], rows: int) -> Iterator[Served]:
         """See `layers.moe.Experts`. What a tier raised, or WeightsTimeout, ends the pass; the next
         one starts afresh."""
         with self._serving:
@@ -173,13 +173,11 @@ class ExpertStore:
             self._pass.let_go()
             self._pass = None
 
-    def _serve(
-        self, going: _Pass, wanted: Sequence[int], held: list[Slot]
-    ) -> Iterator[tuple[int, Expert]]:
+    def _serve(self, going: _Pass, wanted: Sequence[Demand], held: list[Slot]) -> Iterator[Served]:
         number, pool = going.layer, self._layers[going.layer].pool
         going.wanted[pool] = going.wanted.get(pool, 0) + len(wanted)
         pool.demand = max(pool.demand, going.wanted[pool])
-        found = {expert: pool.ask((number, expert)) for expert in wanted}
+        found = {demand.expert: pool.ask((number, demand.expert)) for demand in wanted}
         going.let_go()  # of what was fetched ahead, that which is wanted is held from here on
         due: deque[Slot] = deque()
         for slot in found.values():
@@ -200,8 +198,7 @@ class ExpertStore:
             slot = due.popleft()
             self._arrived(pool, slot)
             assert slot.key is not None
-            yield slot.key[1], slot.expert
-            slot.held = False
+            yield Served(slot.key[1], slot.expert, partial(setattr, slot, "held", False))
 
     def _fetch(self, going: _Pass, missing: deque[int], due: deque[Slot], held: list[Slot]) -> None:
         """Begin to fetch what there is room for. What a long pass brings passes through: read once,
@@ -291,7 +288,7 @@ class LayerExperts:
     store: ExpertStore
     number: int
 
-    def serve(self, wanted: Sequence[int], rows: int) -> Iterator[tuple[int, Expert]]:
+    def serve(self, wanted: Sequence[Demand], rows: int) -> Iterator[Served]:
         return self.store.serve(self.number, wanted, rows)
 
     @property

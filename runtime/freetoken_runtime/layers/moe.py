@@ -5,90 +5,24 @@ Router and gate of the shared expert are one fp32 matrix, whatever the quantisat
 asked of `Moe.experts` by their indices and by nothing else, wherever their weights lie.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from ..batch import Form, RowGroup
 from ..kernels.activations import sigmoid
-from ..kernels.experts.cpu import Compute, clamped_glu, mix, pad_rows
-from ..specs.moe import ClampedGlu, ExpertSpec, MoeSpec, RouterSpec
+from ..kernels.experts.cpu import ExpertRows, Task, mix, pad_rows
+from ..specs.moe import MoeSpec, RouterSpec
+from .expert import Demand, Expert, Experts, ResidentExperts, expert_activation
 from .linear import DenseLinear, Linear
-from .mlp import Activate, Mlp, activation
+from .mlp import Mlp
 from .mlp import build as build_mlp
 from .parts import Parts
 from .routing import Routes, margins, route
 
 Observer = Callable[[torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class Expert:
-    """One routed expert. `up` yields gate and up side by side where the spec has a gate, `activate`
-    makes the inner row of what it yields."""
-
-    up: Linear
-    down: Linear
-    activate: Activate
-
-    def __call__(self, rows: torch.Tensor, form: Form) -> torch.Tensor:
-        """rows [m, H] fp32, m >= 1 -> [m, H] fp32 or bf16; a row's bits do not depend on m."""
-        alone = form is Form.FEW and self.up.few_rows_batch and self.down.few_rows_batch
-        x = rows if alone else pad_rows(rows)
-        whole = (RowGroup(0, len(x), form),)
-        inner = self.activate(self.up(x, whole).float())
-        return self.down(inner, whole)[: len(rows)]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.up.size_bytes + self.down.size_bytes
-
-
-class Experts(Protocol):
-    """The routed experts of one layer."""
-
-    def serve(self, wanted: Sequence[int], rows: int) -> Iterable[tuple[int, Expert]]:
-        """Each of the experts `wanted` once, in an order that suits: those at hand first. One is
-        valid until the next is asked for. `rows`: of the whole pass, by which it is judged what
-        later layers will want."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in memory that are this layer's alone."""
-
-
-@dataclass(frozen=True)
-class ResidentExperts:
-    """All of them, in memory."""
-
-    every: tuple[Expert, ...]
-
-    def serve(self, wanted: Sequence[int], rows: int) -> Iterator[tuple[int, Expert]]:
-        for index in wanted:
-            yield index, self.every[index]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(expert.size_bytes for expert in self.every)
-
-
-def expert_activation(spec: ExpertSpec) -> Activate:
-    """What `up` yields [m, 2I or I] fp32, which may be overwritten -> [m, I]."""
-    kind = spec.activation
-    if isinstance(kind, ClampedGlu):
-        return lambda rows: clamped_glu(rows, kind)
-    act = activation(kind, spec.intermediate_size)
-    if not spec.gated:
-        return act
-
-    def gated(rows: torch.Tensor) -> torch.Tensor:
-        gate, up = rows.chunk(2, -1)
-        return act(gate).mul_(up)
-
-    return gated
 
 
 @dataclass(frozen=True)
@@ -171,9 +105,10 @@ class Moe:
         def compute(expert: Expert, rows: torch.Tensor, part: int) -> torch.Tensor:
             return expert(rows, parts[part].form)
 
-        def serve(wanted: Sequence[int]) -> Iterator[tuple[int, Compute]]:
-            for index, expert in self.experts.serve(wanted, len(x)):
-                yield index, partial(compute, expert)
+        def serve(groups: Sequence[ExpertRows]) -> Iterator[Task]:
+            wanted = [Demand(group.expert, len(group.pairs)) for group in groups]
+            for served in self.experts.serve(wanted, len(x)):
+                yield Task(served.index, partial(compute, served.expert), served.release)
 
         ends = [part.stop for part in parts]
         return mix(x, routes.chosen, routes.weights, serve, ends)

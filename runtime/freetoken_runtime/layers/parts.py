@@ -16,7 +16,7 @@ from .linear import Linear
 from .norm import RmsNorm
 
 if TYPE_CHECKING:
-    from .moe import Experts
+    from .expert import Experts
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin of a pass, from `RopeTable.rows`
 

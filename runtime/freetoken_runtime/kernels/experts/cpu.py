@@ -39,8 +39,19 @@ def group_by_expert(chosen: torch.Tensor) -> Iterator[ExpertRows]:
 
 # Rows [m, H] of one part of the pass, m >= 1, and the part's number -> what an expert makes of them
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
-# Experts that have rows, ascending -> each of them once, in any order, with what computes it now.
-Serve = Callable[[Sequence[int]], Iterable[tuple[int, Compute]]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One expert at hand: what computes with it until it is released."""
+
+    expert: int
+    compute: Compute
+    release: Callable[[], None]
+
+
+# Experts that have rows, ascending -> each of them once, in any order.
+Serve = Callable[[Sequence[ExpertRows]], Iterable[Task]]
 
 
 def mix(
@@ -54,12 +65,14 @@ def mix(
     part of the rows ends that is to be computed by itself, ascending, the last one n."""
     slots = chosen.shape[1]
     out = torch.empty(chosen.numel(), x.shape[1])  # every (row, slot) is written exactly once
-    pairs_of = {group.expert: group.pairs for group in group_by_expert(chosen)}
-    for expert, compute in serve(list(pairs_of)):
-        pairs = pairs_of.pop(expert)
+    groups = list(group_by_expert(chosen))
+    pairs_of = {group.expert: group.pairs for group in groups}
+    for task in serve(groups):
+        pairs = pairs_of.pop(task.expert)
         for part, of_part in _by_part(pairs, [end * slots for end in ends]):
             rows = x[of_part.div(slots, rounding_mode="floor")]
-            out.index_copy_(0, of_part, compute(rows, part).float())
+            out.index_copy_(0, of_part, task.compute(rows, part).float())
+        task.release()
     assert not pairs_of, list(pairs_of)
     parts = out.view(len(x), slots, -1)
     mixed = parts[:, 0] * weights[:, :1]
