@@ -38,12 +38,22 @@ _CALL_ALPHABET = string.ascii_letters + string.digits
 
 def new_segment_id() -> str:
     """12 characters, 62 random bits: collisions within a session are not a practical matter."""
-    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(12))
+    return _drawn(_ID_ALPHABET, 12)
 
 
 def new_call_id() -> str:
     """9 alphanumerics, the shape every template with call ids accepts."""
-    return "".join(secrets.choice(_CALL_ALPHABET) for _ in range(9))
+    return _drawn(_CALL_ALPHABET, 9)
+
+
+def _drawn(alphabet: str, count: int) -> str:
+    """One draw for all characters: each one lets go of the interpreter, and may have to wait."""
+    number = secrets.randbelow(len(alphabet) ** count)
+    characters = []
+    for _ in range(count):
+        number, place = divmod(number, len(alphabet))
+        characters.append(alphabet[place])
+    return "".join(characters)
 
 
 @dataclass(frozen=True)

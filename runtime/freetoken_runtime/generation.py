@@ -16,6 +16,7 @@ from weakref import finalize
 from .reports import FinishReason, ReusePlan, Token, Usage
 
 HANDOVER_TOKENS = 32
+_WAKING_S = 1e-4
 
 
 class Handover:
@@ -49,8 +50,8 @@ class Handover:
             self._changed.notify_all()
         if usage.output_tokens == 1:
             # Somebody waits for it. Bookkeeping follows, which would keep the interpreter from
-            # them for up to a switch interval (5 ms).
-            time.sleep(0)
+            # them for up to a switch interval (5 ms); a thread wakes within this time.
+            time.sleep(_WAKING_S)
 
     def finish(self, reason: FinishReason, usage: Usage) -> None:
         with self._changed:
