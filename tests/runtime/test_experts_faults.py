@@ -19,6 +19,7 @@ from freetoken_runtime.config import EngineConfig, read_host, resolve
 from freetoken_runtime.conversion import convert
 from freetoken_runtime.errors import WeightsDamaged, WeightsError, WeightsNotFound, WeightsTimeout
 from freetoken_runtime.experts.fetch import SWITCH_S, unfinished
+from freetoken_runtime.layers.expert import Demand
 from freetoken_runtime.testing import build_checkpoint
 from freetoken_runtime.weights import LoadedModel, load
 from freetoken_storage.errors import FreetokenError
@@ -232,7 +233,7 @@ def test_the_switch_interval_is_given_back(folder: Path) -> None:
     first, second = (load(folder, offload="disk", expert_slots=4) for _ in range(2))
     for model in (first, second):
         for expert in range(4):
-            next(iter(model.experts.serve(0, [expert], 1)))
+            next(iter(model.experts.serve(0, [Demand(expert, 1)], 1)))
         assert sys.getswitchinterval() == pytest.approx(SWITCH_S, rel=0.05)
     for model in (second, first):
         model.experts.close()
