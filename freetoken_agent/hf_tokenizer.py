@@ -4,7 +4,9 @@
 Contents are encoded by a copy of the tokenizer that has no added tokens. Their vocabulary entries,
 which merges, `ignore_merges` or a Unigram model could still reach, are taken out of the copy too.
 At load each literal is encoded by the copy, alone and inside text; if its id appears all the same,
-the tokenizer is refused.
+the tokenizer is refused. Runs of white space that are added tokens but not special ones (Gemma's
+line ends, GPT-NeoX's indents) control nothing and stay in the copy: without them a model would read
+line ends as bytes that it never saw.
 
 Some byte-level vocabularies lack bytes (SmolLM2's has no 0x1D), and the library drops those without
 a word. Here a character that cannot be spelled becomes U+FFFD, so that the stored text shows it.
@@ -61,10 +63,12 @@ class HFTokenizer:
             token_id: token.content
             for token_id, token in self._full.get_added_tokens_decoder().items()
         }
-        self._controls = frozenset(self._added)
         self._prefix = _PrefixSpace.of(definition)
+        blanks = _blank_tokens(definition, self._prefix)
+        self._controls = frozenset(self._added) - {token["id"] for token in blanks}
         walled = self._controls - self._unknown_ids(definition)
-        self._content = _ContentEncoders(definition, self._added, walled, self._prefix)
+        bare = {**definition, "added_tokens": blanks, "post_processor": None}
+        self._content = _ContentEncoders(bare, self._added, walled, self._prefix)
         self._pieces = PieceTable(self._full, definition, self._added)
         self._stop_ids = self._find_stops()
 
@@ -99,7 +103,7 @@ class HFTokenizer:
     def encode_content(self, text: str, *, after: int | None = None) -> list[int]:
         if not text:
             return []
-        return self._content.encode(text, after_added=after in self._added)
+        return self._content.encode(text, after_added=after in self._controls)
 
     def split_frame(self, text: str) -> list[str | int]:
         encoding = self._full.encode(text, add_special_tokens=False)
@@ -121,7 +125,7 @@ class HFTokenizer:
         return "".join(map(decoder.feed, ids)) + decoder.flush()
 
     def stream(self, *, after: Sequence[int] = ()) -> PieceDecoder:
-        strip_after = frozenset(self._added) if self._prefix.after_added else frozenset()
+        strip_after = self._controls if self._prefix.after_added else frozenset()
         return PieceDecoder(self._pieces, strip_after, after)
 
     def is_control(self, token_id: int) -> bool:
@@ -169,6 +173,18 @@ class _PrefixSpace:
         return cls(after_added=False)
 
 
+def _blank_tokens(definition: Mapping[str, Any], prefix: _PrefixSpace) -> list[dict[str, Any]]:
+    """Added tokens that are white space and no more. Not where a blank is put after added tokens:
+    there it could not be told from one of the text."""
+    if prefix.after_added:
+        return []
+    return [
+        token
+        for token in definition.get("added_tokens") or ()
+        if token["content"].isspace() and not token["special"]
+    ]
+
+
 def _stages(stage: Any, name: str) -> list[dict[str, Any]]:
     """The parts of a normalizer or pre-tokenizer, sequences unrolled."""
     if stage is None:
@@ -203,20 +219,19 @@ def _without_prefix(definition: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _ContentEncoders:
-    """The copies without added tokens: one that never prefixes a space, and where the scheme asks
+    """The copies without control tokens: one that never prefixes a space, and where the scheme asks
     for it one that does, for text directly after an added token."""
 
     def __init__(
         self,
-        definition: Mapping[str, Any],
+        bare: dict[str, Any],
         added: Mapping[int, str],
         controls: frozenset[int],
         prefix: _PrefixSpace,
     ) -> None:
         self._added = added
         self._controls = controls
-        self._missing = _missing_bytes(definition)
-        bare = {**definition, "added_tokens": [], "post_processor": None}
+        self._missing = _missing_bytes(bare)
         self._plain = self._walled(_without_prefix(bare))
         self._prefixed = self._walled(bare) if prefix.after_added else self._plain
 
@@ -315,11 +330,20 @@ def read_folder(folder: Path) -> TokenizerFiles:
     if special.get("eos_token"):
         stops.append(special["eos_token"])
     definition = _parse(raw, folder / "tokenizer.json")
-    hashed = hashlib.sha256(raw)
+    template = _chat_template(folder, config)
+    return TokenizerFiles(definition, digest(raw, special), special, tuple(stops), template)
+
+
+def definition_bytes(definition: Mapping[str, Any]) -> bytes:
+    """A tokenizer.json as it is written here, so that its digest is that of what it came from."""
+    return json.dumps(definition, ensure_ascii=False).encode()
+
+
+def digest(definition: bytes, special: Mapping[str, str]) -> str:
+    """Over everything that decides ids: the bytes of tokenizer.json, and the special tokens."""
+    hashed = hashlib.sha256(definition)
     hashed.update(json.dumps(special, sort_keys=True).encode())
-    return TokenizerFiles(
-        definition, hashed.hexdigest(), special, tuple(stops), _chat_template(folder, config)
-    )
+    return hashed.hexdigest()
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

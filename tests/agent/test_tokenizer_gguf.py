@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent.catalog import ModelNotFound, resolve
+from freetoken_agent.cli.convert import folder_files
 from freetoken_agent.errors import TokenizerUnsupported
 from freetoken_agent.gguf_tokenizer import from_metadata, load_gguf_tokenizer, read_metadata
 from freetoken_agent.hf_tokenizer import HFTokenizer
 from freetoken_agent.pieces import BYTE_ALPHABET
+from freetoken_agent.upcycled import _write_tokenizer
 from freetoken_storage.gguf import GgufValue
 
 TEXTS = (
@@ -208,7 +210,7 @@ def test_a_tiny_tokenizer_from_metadata() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.pre": "unheard-of"}, "'unheard-of'"),
         ({"tokenizer.ggml.tokens": 3}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges"),
@@ -223,6 +225,23 @@ def test_metadata_that_cannot_be_used_is_refused(
     with pytest.raises(TokenizerUnsupported, match=says) as caught:
         HFTokenizer(from_metadata(tiny(changes)))
     assert caught.value.code == "tokenizer_unsupported"
+
+
+@pytest.mark.parametrize("writer", ["converted", "mixture"])
+def test_a_folder_made_of_a_file_has_its_digest(writer: str, small: Path, tmp_path: Path) -> None:
+    """Else sessions of the one would open read-only with the other. Oracle: the digest of the file
+    itself. `eos_token` is in both, and decides as much."""
+    files = from_metadata(read_metadata(small))
+    folder = tmp_path / "made"
+    folder.mkdir()
+    if writer == "converted":
+        for name, content in folder_files(files).items():
+            (folder / name).write_bytes(content)
+    else:
+        _write_tokenizer(small, folder)
+    assert HFTokenizer.load(folder).digest == HFTokenizer(files).digest == files.digest
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "ab"}')
+    assert HFTokenizer.load(folder).digest != files.digest
 
 
 def pack(value: GgufValue) -> bytes:
