@@ -115,9 +115,13 @@ class Decoder:
     def observe_routing(self, observer: Observer | None) -> None:
         """Show `observer` how close every router's choice was, layer by layer and pass by pass:
         margins [T] fp32 between the last expert taken and the best one left. None ends it."""
-        for module in self._modules():
-            if isinstance(module, Moe):
-                module.observer = observer
+        for mixture in self.mixtures:
+            mixture.observer = observer
+
+    @property
+    def mixtures(self) -> tuple[Moe, ...]:
+        """The layers with experts, in order. Benches and tests give them routers of their own."""
+        return tuple(module for module in self._modules() if isinstance(module, Moe))
 
     @property
     def few_rows(self) -> int:

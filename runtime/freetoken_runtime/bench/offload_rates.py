@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bandwidths that bound a token: that of the one-row kernel on weights that are in no cache,
+and that of the disk at the size of one expert."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from freetoken_storage.weights_direct import AlignedBuffer, DirectReader, Pending
+
+from ..experts.choice import own_form
+from ..experts.records import ExpertForm
+from ..ftw_weights import FtwFolder
+from ..layers.expert import Expert
+from ..specs.moe import MoeSpec
+from ..weights import INT4_GROUP
+
+_COLD_BYTES = 256 << 20  # more than any cache of the machines meant here
+
+
+class PreparedExperts:
+    """All experts of an FTW folder, one layer's after another's."""
+
+    def __init__(self, path: Path) -> None:
+        source = FtwFolder(path)
+        spec = source.spec
+        mixture = spec.layers[0].feed_forward
+        assert isinstance(mixture, MoeSpec)
+        self.file = source.file
+        self.names = [
+            f"layers.{layer}.experts.{expert}"
+            for layer in range(len(spec.layers))
+            for expert in range(mixture.router.num_experts)
+        ]
+        self.room = max(self.file.extent(name).room for name in self.names)
+        dtype = torch.float32 if source.quant else torch.bfloat16
+        form = ExpertForm.of(mixture.expert, spec.hidden_size, source.quant, dtype, INT4_GROUP)
+        self.form = own_form(form, source, "layers.0.experts.")
+
+
+class KernelProbe:
+    """The one-row kernel on experts that take turns, so that each comes from memory. A context
+    manager: it has `threads` threads with one compute thread each, and no team."""
+
+    def __init__(self, prepared: PreparedExperts, reader: DirectReader, threads: int) -> None:
+        self.expert_bytes = prepared.form.layout.size_bytes
+        count = min(len(prepared.names), -(-_COLD_BYTES // self.expert_bytes))
+        self._experts: list[Expert] = []
+        for name in prepared.names[:count]:
+            memory = AlignedBuffer(prepared.room).view
+            prepared.file.read(name, reader, memory)
+            self._experts.append(prepared.form.expert(memory))
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, initializer=_one_thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def rate(self) -> float:
+        """Bytes per second."""
+        shares = [self._experts[start :: self._threads] for start in range(self._threads)]
+        started = time.perf_counter()
+        list(self._pool.map(_one_row, shares))
+        return self.expert_bytes * len(self._experts) / (time.perf_counter() - started)
+
+
+class DiskProbe:
+    """Experts read and nothing else done, `pending` of them at a time."""
+
+    def __init__(self, prepared: PreparedExperts, reader: DirectReader, pending: int) -> None:
+        self.pending = pending
+        self.depth = reader.depth
+        self._prepared = prepared
+        self._reader = reader
+        self._buffers = [AlignedBuffer(prepared.room).view for _ in range(pending)]
+        self._random = random.Random(0)
+
+    def rate(self, count: int) -> float:
+        """Bytes per second, of so many experts in no order."""
+        return self.read(self._random.choices(self._prepared.names, k=count))
+
+    def read(self, names: Sequence[str]) -> float:
+        """The same of these."""
+        free, under_way = list(self._buffers), deque[tuple[Pending, memoryview]]()
+        total = 0
+        started = time.perf_counter()
+        for name in names:
+            if not free:
+                read, memory = under_way.popleft()
+                read.result()
+                free.append(memory)
+            memory, extent = free.pop(), self._prepared.file.extent(name)
+            under_way.append((self._reader.submit(extent, memory), memory))
+            total += extent.room
+        for read, _ in under_way:
+            read.result()
+        return total / (time.perf_counter() - started)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+def _one_row(experts: Sequence[Expert]) -> None:
+    row = torch.zeros(1, experts[0].up.inputs)
+    inner = torch.zeros(1, experts[0].down.inputs)
+    for expert in experts:
+        expert.up.few(row)
+        expert.down.few(inner)
