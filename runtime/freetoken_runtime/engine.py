@@ -10,7 +10,6 @@ It knows no chat, no text and no session.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from weakref import finalize
 
@@ -34,7 +33,7 @@ from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .state.anchors import check_anchors, check_backs, check_ids, ranked
 from .state.buffers import Pool, StateLayout
-from .state.digest import Fingerprint, Ids, fingerprint
+from .state.digest import Ids, fingerprint
 from .state.disk import DiskStates
 from .state.keeper import StateKeeper
 from .state.lookup import History, Lookup
@@ -43,6 +42,7 @@ from .state.prefix import PrefixIndex
 from .state.reserve import Reserve
 from .state.sequence import Sequence as StateSequence
 from .state.spaces import Spaces
+from .state.worth import Worth
 from .task import Request, Task
 from .verification.run import Run, Tools
 from .weights import LoadedModel, load, open_source
@@ -64,7 +64,8 @@ class Engine:
         self.context_limit = spec.context_limit
         self.formats = model.formats  # matrix -> how its weights are held
         self.notes = model.notes  # what was not done as asked, one sentence each
-        self.fingerprint = _fingerprint(model)
+        # Everything that decides a state; see `digest`.
+        self.fingerprint = fingerprint({**model.fingerprint_parts(), "kv_dtype": "float32"})
         pool = Pool(StateLayout.of(spec.states(), torch.float32), poison=poison)
         plan = model.plan(config)
         model.experts.resize(plan.slots, poison=poison)
@@ -74,11 +75,12 @@ class Engine:
         self._history = History()
         self._lookup = Lookup(self.fingerprint.digest, self._index, self._history)
         self._spaces = Spaces(pool)
-        self._keeper = StateKeeper(
-            self._spaces, self._index, self._lookup, self._history, self._budget
-        )
         self._governor = ThreadGovernor(config.threads)
         self._runner = Runner(model.decoder, self._governor)
+        worth = Worth(self._spaces, self._index, self._runner.rates)
+        self._keeper = StateKeeper(
+            self._spaces, self._index, self._lookup, self._history, self._budget, worth
+        )
         self._keeper.on_restored = self._runner.rates.restored
         self._worker = Worker(
             self._runner,
@@ -336,12 +338,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _prepare(self) -> None:
@@ -393,8 +390,3 @@ class Engine:
 
     def _check(self, ids: Sequence[int] | Ids) -> Ids:
         return check_path(ids, self._model.spec.vocab_size, self.context_limit)
-
-
-def _fingerprint(model: LoadedModel) -> Fingerprint:
-    """Everything that decides a state; see `digest`."""
-    return fingerprint({**model.fingerprint_parts(), "kv_dtype": "float32"})

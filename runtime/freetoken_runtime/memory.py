@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One budget for weights, KV rows, anchors and working memory.
+"""One budget for weights, expert slots, KV rows, anchors and working memory.
 
-It counts and judges; making room (tightening, evicting) is the keeper's work.
+It counts and judges. Making room among states (tightening, evicting) is the keeper's work; moving
+bytes between slots and states is `balance.Balance`'s.
 """
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from .plan import MemoryPlan
 from .state.buffers import Meter
 
 
+class Lender(Protocol):
+    """Who has bytes that states may take."""
+
+    def lend(self, wanted_bytes: int, worth: float) -> bool: ...
+
+
 class MemoryBudget:
-    """What is used of a MemoryPlan. `plan` changes with `set_budget`, in the owner thread; any
+    """What is used of a MemoryPlan. `home` is the division that was planned, `plan` the one of
+    now: slots may have given to states, or taken from them. Both change in the owner thread; any
     thread may read."""
 
     def __init__(self, plan: MemoryPlan, meter: Meter) -> None:
+        self.home = plan
         self.plan = plan
         self._meter = meter
         self.anchors = Meter()  # the keeper's
+        self.lender: Lender | None = None
+
+    def divide(self, slots: Sequence[int], slots_bytes: int) -> None:
+        """From now on there are so many slots; what they leave is for states."""
+        self.plan = replace(self.plan, slots=tuple(slots), slots_bytes=slots_bytes)
 
     @property
     def states_bytes(self) -> int:
@@ -25,14 +42,25 @@ class MemoryBudget:
         return self._meter.used_bytes + self.anchors.used_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """What states could take without anything going; below 0 where too much is taken."""
+        return self.plan.states_bytes - self.states_bytes
+
+    @property
     def anchor_limit_bytes(self) -> int:
         """What anchors may take: half of what is there for states, so that a path's rows are not
-        crowded out by copies of its past."""
-        return self.plan.states_bytes // 2
+        crowded out by copies of its past. What slots borrowed counts: it can be had back."""
+        return max(self.plan.states_bytes, self.home.states_bytes) // 2
 
     def missing(self, size_bytes: int) -> int:
         """Bytes that must go before `size_bytes` more fit; 0 if they fit now."""
-        return max(0, self.states_bytes + size_bytes - self.plan.states_bytes)
+        return max(0, size_bytes - self.free_bytes)
+
+    def lend(self, size_bytes: int, worth: float) -> bool:
+        """Let slots make room for `size_bytes` more of states, a byte of which saves `worth`
+        seconds per second. True if they gave anything: ask again what is missing."""
+        missing = self.missing(size_bytes)
+        return missing > 0 and self.lender is not None and self.lender.lend(missing, worth)
 
 
 def return_freed_memory() -> None:

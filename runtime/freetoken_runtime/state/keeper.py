@@ -4,9 +4,9 @@
 Everything here runs in the owner thread. Plans come from `lookup`, which has no part in it.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 
@@ -18,10 +18,12 @@ from .disk import DiskStates
 from .forgetting import forget
 from .lookup import History, Lookup, Route
 from .prefix import PrefixIndex, Resident, shared_rows
+from .restoring import restore
 from .retention import counted, held_bytes, merge, retain, thin
 from .roles import Budget, Writer
 from .sequence import Sequence
 from .spaces import Spaces
+from .worth import Worth
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,20 @@ class StateKeeper:
     """The residents of an engine, for the owner thread."""
 
     def __init__(
-        self, spaces: Spaces, index: PrefixIndex, lookup: Lookup, history: History, budget: Budget
+        self,
+        spaces: Spaces,
+        index: PrefixIndex,
+        lookup: Lookup,
+        history: History,
+        budget: Budget,
+        worth: Worth,
     ) -> None:
         self._spaces = spaces
         self._index = index
         self._lookup = lookup
         self._history = history
         self._budget = budget
+        self._worth = worth
         self._pins: dict[str, list[Ids]] = {}
         self.writer: Writer | None = None
         self.on_restored: Callable[[int, float], None] = lambda size_bytes, seconds: None
@@ -110,7 +119,7 @@ class StateKeeper:
             return None
         sequence = Sequence(self._spaces)
         sequence.reserve(rows)
-        return Resident(sequence, running=True)
+        return self._worth.watched(Resident(sequence, running=True))
 
     def release(self, resident: Resident) -> None:
         """The request is over; its path stays as long as there is room."""
@@ -157,6 +166,8 @@ class StateKeeper:
             self.persist(resident)
             self._retain(self._index, limit_bytes - spare_bytes)
         if self._budget.missing(0):
+            self._budget.lend(0, self._worth.of_anchors(resident))
+        if self._budget.missing(0):
             self.persist(resident)
             self._retain_for(spare_bytes, [resident])  # a path's past before its neighbours
             self.make_room(0)
@@ -182,22 +193,26 @@ class StateKeeper:
     # -- room
 
     def make_room(self, size_bytes: int) -> bool:
-        """Evict idle, unpinned paths until `size_bytes` more fit. False if they cannot."""
+        """Evict idle, unpinned paths until `size_bytes` more fit, or have slots give way that save
+        less. False if they cannot."""
         if not self._budget.missing(size_bytes):
             return True
         if self._spaces.pool.drop_reserve() and not self._budget.missing(size_bytes):
             return True
         for resident in self._index.victims():
             resident.sequence.settle()
-        drained = self.writer is None
+        drained, stored = self.writer is None, self.writer is not None
         while self._budget.missing(size_bytes):
             victims = self._index.victims()
             on_disk = bool(victims) and victims[0].persisted_rows == victims[0].sequence.length
             if self.writer is not None and not drained and not on_disk:
                 self.writer.drain()  # what waits to be written holds memory, too
                 drained = True
+            elif self._budget.lend(size_bytes, self._worth.of_first(victims, stored=stored)):
+                continue
             elif not victims:
-                return self._retain_for(size_bytes, list(self._index))
+                everyone = list(self._index)
+                return self._retain_for(size_bytes, everyone) or self._budget.lend(size_bytes, inf)
             elif not self._retain_for(size_bytes, victims[:1]):
                 self.evict(victims[0])
         return True
@@ -338,26 +353,13 @@ class StateKeeper:
     def _restore_from(
         self, disk: DiskStates, resident: Resident, route: Route, ids: Ids
     ) -> str | None:
-        """Append the route's pieces and take up the anchor at their end; returns what was lost, if
-        that failed. What is then left without its state goes."""
-        sequence, started, size_bytes = resident.sequence, time.perf_counter(), 0
-        lost: str | None = None
-        if route.disk.pieces:
-            restored = disk.restore(sequence, route.disk, ids)
-            lost, size_bytes = restored.lost, restored.size_bytes
-            resident.persisted_rows = sequence.length
-        if route.disk.anchored and sequence.length == route.restored:
-            found = disk.restore_anchor(ids[: route.restored])
-            if isinstance(found, Anchor):
-                sequence.resume(counted(found, self._budget.anchors))
-                size_bytes += found.size_bytes
-            else:
-                lost = found
-        sequence.shorten()
-        resident.persisted_rows = min(resident.persisted_rows, sequence.length)
-        self.restored_bytes += size_bytes
-        self.on_restored(size_bytes, time.perf_counter() - started)
-        return lost
+        """Append what the disk holds; returns why it was not all, if it was not."""
+        restored = restore(disk, resident.sequence, route, ids, self._budget.anchors)
+        stored = resident.sequence.length if route.disk.pieces else resident.persisted_rows
+        resident.persisted_rows = min(stored, resident.sequence.length)
+        self.restored_bytes += restored.size_bytes
+        self.on_restored(restored.size_bytes, restored.seconds)
+        return restored.lost
 
     def _merge(self, resident: Resident) -> None:
         """Keep one of two paths when one is the beginning of the other."""

@@ -21,6 +21,8 @@ class Budget(Protocol):
 
     def missing(self, size_bytes: int) -> int: ...
 
+    def lend(self, size_bytes: int, worth: float) -> bool: ...
+
 
 class Writer(Protocol):
     """What the keeper asks of `persist.Persister`."""

@@ -27,6 +27,10 @@ class Spaces:
         if holders is not None:
             holders.discard(sequence)
 
+    def holders(self, buffer: KVBuffer) -> int:
+        """How many sequences look at a buffer."""
+        return len(self._holders.get(buffer, ()))
+
     def move(self, old: KVBuffer, capacity: int) -> KVBuffer:
         """Copy the used rows of `old` into a buffer of `capacity` rows and let every sequence look
         at the copy, so that what was shared stays shared. `old` is freed with its last view."""

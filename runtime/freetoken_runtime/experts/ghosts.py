@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many askings for experts would hit with more slots, or with fewer.
+
+    asked     …  3  7  9  7  3      between two askings for 3 lie 7 and 9: with three slots or more
+                 └────────┘         that are filled by recency the second one hits
+
+The number of different experts between two askings (their stack distance; Mattson and others 1970)
+tells for every number of slots at once. Of large pools only some experts are followed, the same
+ones always, and their distances scaled (spatial sampling, SHARDS; Waldspurger and others 2015).
+"""
+
+from collections.abc import Sequence
+
+TRACKED = 192  # experts followed per pool, about; finding one costs about a microsecond
+_BUCKETS = 32
+_MEMORY = 8  # askings per expert of the pool after which the past counts half
+_SPREAD = 0x9E3779B1  # multiplied by it, neighbouring numbers lie far apart modulo 2^32
+_MAX_EXPERTS = 1 << 16  # of a layer
+
+
+class HitCurve:
+    """Of one pool. Mutable: `ask` is told every asking, `elapsed` the time that went by."""
+
+    def __init__(self, experts: int) -> None:
+        """`experts`: how many share the pool."""
+        self._experts = max(1, experts)
+        self._rate = min(1.0, TRACKED / self._experts)
+        self._limit = int(self._rate * (1 << 32))
+        self._recent: list[int] = []  # the most recent first
+        self._hits = [0.0] * _BUCKETS  # by distance
+        self._seconds = 0.0
+        self._askings = 0
+
+    def ask(self, layer: int, wanted: Sequence[int]) -> None:
+        """A pass wants these experts of a layer."""
+        base, recent = layer * _MAX_EXPERTS, self._recent
+        for expert in wanted:
+            key = base + expert
+            if key * _SPREAD % (1 << 32) >= self._limit:
+                continue
+            self._askings += 1
+            try:
+                distance = recent.index(key)
+            except ValueError:
+                recent.insert(0, key)
+                continue
+            bucket = int(distance / self._rate) * _BUCKETS // self._experts
+            self._hits[min(bucket, _BUCKETS - 1)] += 1.0
+            if distance:
+                del recent[distance]
+                recent.insert(0, key)
+
+    def elapsed(self, seconds: float) -> None:
+        """So long did it take since the last call."""
+        keep = 0.5 ** (self._askings / (_MEMORY * self._rate * self._experts))
+        self._askings = 0
+        self._hits = [keep * hits for hits in self._hits]
+        self._seconds = keep * self._seconds + seconds
+
+    def points(self) -> list[tuple[float, float]]:
+        """(slots, hits per second) of plain recency, ascending."""
+        if self._seconds <= 0.0:
+            return []
+        points, hits = [], 0.0
+        for bucket, count in enumerate(self._hits, 1):
+            hits += count
+            points.append((bucket * self._experts / _BUCKETS, hits / self._rate / self._seconds))
+        return points
+
+
+class HitCurves:
+    """Those of all pools. `ask` is called by who serves, layer by layer."""
+
+    def __init__(self, experts: Sequence[int], layers: Sequence[int | None]) -> None:
+        """`experts`: how many share each pool; `layers`: the pool of each layer, if it has one."""
+        self.pools = [HitCurve(count) for count in experts]
+        self._of_layer = [None if pool is None else self.pools[pool] for pool in layers]
+
+    def ask(self, layer: int, wanted: Sequence[int]) -> None:
+        curve = self._of_layer[layer]
+        if curve is not None:
+            curve.ask(layer, wanted)
+
+    def elapsed(self, seconds: float) -> None:
+        for curve in self.pools:
+            curve.elapsed(seconds)
