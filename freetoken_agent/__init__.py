@@ -38,6 +38,9 @@ if TYPE_CHECKING:
         GenerationConflict,
         InvalidEdit,
         InvalidMessages,
+        InvalidOutputType,
+        InvalidTool,
+        ModelRetry,
         NothingToGenerate,
         NothingToRedo,
         NothingToUndo,
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
         SessionReadOnly,
         TemplateUnsupported,
         TokenizerUnsupported,
+        ToolFailed,
+        ToolNameTaken,
         UnsupportedContent,
     )
     from .events import (
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
         ModelClosed,
         ModelUnusable,
     )
+    from .run_context import RunContext
     from .segments import (
         BranchInfo,
         Diff,
@@ -92,6 +98,10 @@ if TYPE_CHECKING:
     )
     from .session import Session
     from .store import Store
+    from .tool_calls import ToolCall, ToolOutcome
+    from .tool_results import InvalidToolResult, ResultLimit
+    from .tools import Tool, tool
+    from .toolsets import ToolList, Toolset
 
 _MODULES = {
     "freetoken_storage.errors": (
@@ -122,6 +132,9 @@ _MODULES = {
         "GenerationConflict",
         "InvalidEdit",
         "InvalidMessages",
+        "InvalidOutputType",
+        "InvalidTool",
+        "ModelRetry",
         "NothingToGenerate",
         "NothingToRedo",
         "NothingToUndo",
@@ -134,6 +147,8 @@ _MODULES = {
         "SessionReadOnly",
         "TemplateUnsupported",
         "TokenizerUnsupported",
+        "ToolFailed",
+        "ToolNameTaken",
         "UnsupportedContent",
     ),
     ".events": (
@@ -152,6 +167,7 @@ _MODULES = {
     ".generation": ("Generation", "GenerationInUse", "GenerationUnfinished"),
     ".local_model": ("LocalModel",),
     ".model": ("ContextOverflow", "InvalidSampling", "Model", "ModelClosed", "ModelUnusable"),
+    ".run_context": ("RunContext",),
     ".segments": (
         "BranchInfo",
         "Diff",
@@ -170,6 +186,10 @@ _MODULES = {
     ),
     ".session": ("Session",),
     ".store": ("Store",),
+    ".tool_calls": ("ToolCall", "ToolOutcome"),
+    ".tool_results": ("InvalidToolResult", "ResultLimit"),
+    ".tools": ("Tool", "tool"),
+    ".toolsets": ("ToolList", "Toolset"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -191,13 +211,17 @@ __all__ = [
     "InvalidEdit",
     "InvalidMessages",
     "InvalidName",
+    "InvalidOutputType",
     "InvalidRecord",
     "InvalidSampling",
+    "InvalidTool",
+    "InvalidToolResult",
     "LocalModel",
     "Miss",
     "Model",
     "ModelClosed",
     "ModelNotFound",
+    "ModelRetry",
     "ModelUnusable",
     "NothingToGenerate",
     "NothingToRedo",
@@ -210,7 +234,9 @@ __all__ = [
     "PurgeReport",
     "Reply",
     "ReplyFinished",
+    "ResultLimit",
     "ReusePlan",
+    "RunContext",
     "Segment",
     "SegmentError",
     "SegmentFinished",
@@ -239,9 +265,16 @@ __all__ = [
     "TextDelta",
     "ThinkingDelta",
     "TokenizerUnsupported",
+    "Tool",
+    "ToolCall",
     "ToolCallDelta",
     "ToolCallReady",
     "ToolCallStarted",
+    "ToolFailed",
+    "ToolList",
+    "ToolNameTaken",
+    "ToolOutcome",
+    "Toolset",
     "Tree",
     "TreeNode",
     "Turn",
@@ -249,6 +282,7 @@ __all__ = [
     "UnsupportedContent",
     "Usage",
     "WriteFailed",
+    "tool",
 ]
 
 

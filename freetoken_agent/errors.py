@@ -17,6 +17,11 @@ FreetokenError
 ├── UnsupportedContent       a content part that is not text
 ├── TokenizerUnsupported     a tokenizer that cannot keep contents and control tokens apart
 ├── InvalidMessages          a message list that breaks its own format
+├── InvalidTool              a function that cannot be a tool
+│   └── ToolNameTaken        two tools of one name
+├── InvalidOutputType        a type that cannot be an output type
+├── ModelRetry               raised by a tool: the model shall try again, with this text
+├── ToolFailed               raised by a tool: this text is its result, an error
 └── StorageError
     └── SessionConflict
         └── GenerationConflict   a generation was saved on another branch; `.branch` names it
@@ -143,6 +148,37 @@ class InvalidMessages(FreetokenError):
     """A message list that its own format does not allow."""
 
     code = "invalid_messages"
+
+
+class InvalidTool(FreetokenError):
+    """A function that cannot be a tool; raised where it is made one."""
+
+    code = "invalid_tool"
+
+
+class ToolNameTaken(InvalidTool):
+    """Two tools of one agent have the same name."""
+
+    code = "tool_name_taken"
+
+
+class InvalidOutputType(FreetokenError):
+    """A type that JSON cannot hold, or that cannot be validated."""
+
+    code = "invalid_output_type"
+
+
+class ModelRetry(FreetokenError):
+    """Raise it in a tool: the model sees the text as an error and is asked to call again, at most
+    `retries` times in a row."""
+
+    code = "model_retry"
+
+
+class ToolFailed(FreetokenError):
+    """Raise it in a tool: the model sees the text as the call's result, marked as an error."""
+
+    code = "tool_failed"
 
 
 class GenerationConflict(SessionConflict):

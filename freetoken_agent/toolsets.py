@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools of an agent, from its own list and from toolsets, under distinct names."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from .errors import InvalidTool, ToolNameTaken
+from .tool_results import ResultLimit
+from .tools import AnyTool, ToolFunction, as_tool
+
+
+@runtime_checkable
+class Toolset(Protocol):
+    """Tools that come together: a list of one's own, or those of a server."""
+
+    @property
+    def known_tools(self) -> Sequence[AnyTool] | None:
+        """The tools, where they are known without asking anybody; else None."""
+
+    async def list_tools(self) -> Sequence[AnyTool]:
+        """The tools as they are now, under their final names. A run asks once."""
+
+
+@dataclass(frozen=True)
+class ToolList:
+    """A toolset that does not change. Its tools are called `prefix_name`."""
+
+    tools: Sequence[ToolFunction]
+    prefix: str = ""
+
+    @property
+    def known_tools(self) -> Sequence[AnyTool]:
+        return [as_tool(one).prefixed(self.prefix) for one in self.tools]
+
+    async def list_tools(self) -> Sequence[AnyTool]:
+        return self.known_tools
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a run, in order. `allowed`: those that may be called; None for all of them.
+
+    ToolNameTaken for two of one name, InvalidTool for a method without its instance, or a name in
+    `allowed` that no tool has.
+    """
+
+    tools: Sequence[AnyTool] = ()
+    result_limit: ResultLimit = ResultLimit()
+    allowed: frozenset[str] | None = None
+    _by_name: Mapping[str, AnyTool] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_name: dict[str, AnyTool] = {}
+        for one in self.tools:
+            if one.is_method:
+                raise InvalidTool(
+                    f"tool {one.name!r} is a method without its instance",
+                    remedy=f"pass instance.{one.name}",
+                )
+            if by_name.setdefault(one.name, one) is not one:
+                raise ToolNameTaken(
+                    "two tools have one name",
+                    value=one.name,
+                    remedy="give one of them another name=, or its toolset a prefix",
+                )
+        for name in self.allowed or ():
+            if name not in by_name:
+                raise InvalidTool(
+                    "a tool is allowed that there is not",
+                    value=name,
+                    limit=f"tools: {', '.join(by_name)}",
+                )
+        object.__setattr__(self, "tools", tuple(by_name.values()))
+        object.__setattr__(self, "_by_name", by_name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What may be called."""
+        return tuple(n for n in self._by_name if self.allowed is None or n in self.allowed)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """Every tool in the OpenAI form; `allowed` does not change them."""
+        return [one.schema for one in self.tools]
+
+    def get(self, name: str) -> AnyTool | None:
+        """The tool of that name, if it may be called."""
+        return self._by_name[name] if name in self.names else None
+
+
+def known_tools(
+    tools: Iterable[ToolFunction], toolsets: Iterable[Toolset] = ()
+) -> tuple[AnyTool, ...]:
+    """What is known without asking a server; ToolNameTaken at construction of an agent."""
+    known = [one for toolset in toolsets for one in toolset.known_tools or ()]
+    return tuple(Toolbox([*map(as_tool, tools), *known]).tools)
+
+
+async def listed_tools(
+    tools: Iterable[ToolFunction], toolsets: Iterable[Toolset] = ()
+) -> tuple[AnyTool, ...]:
+    """Every tool, toolsets in their order; ToolNameTaken before any model call."""
+    listed = [one for toolset in toolsets for one in await toolset.list_tools()]
+    return tuple(Toolbox([*map(as_tool, tools), *listed]).tools)
