@@ -121,7 +121,9 @@ class ExpertStats:
     from. A layer's experts that a pass wants are `hits` if they had a slot, or were on their way
     to one, and `misses` else; `fetched`: how many were brought into slots, those fetched ahead
     included; `read_bytes`: from the disk; `waves`: rounds that layers needed to bring the experts
-    of a pass through their slots; `evictions`: experts that gave way."""
+    of a pass through their slots; `evictions`: experts that gave way; `in_place`: how many were
+    computed from where they lie, without a slot; `waited_s`: seconds in which nothing could be
+    computed because experts were on their way."""
 
     level: Offload
     slots: int = 0
@@ -132,6 +134,8 @@ class ExpertStats:
     read_bytes: int = 0
     waves: int = 0
     evictions: int = 0
+    in_place: int = 0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)

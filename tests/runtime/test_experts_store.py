@@ -31,6 +31,7 @@ class NumberTier:
     layer: int
     rng: random.Random
     failing: frozenset[int] = frozenset()
+    near: bool = False
 
     held_bytes = 0
     scratch_bytes = 0

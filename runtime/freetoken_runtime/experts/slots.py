@@ -20,10 +20,11 @@ from freetoken_storage.weights_direct import AlignedBuffer
 
 from ..layers.expert import Expert
 from .records import ExpertForm
+from .scratch import POISON, Scratches
 
 Key = tuple[int, int]  # number of the layer among those with experts, and of the expert in it
 _AGING = 32  # askings per known expert, after which all counts are halved
-_POISON = b"\xff"  # NaN in every floating dtype
+SCRATCHES = 2  # of each form: as many as fetching threads
 
 
 @dataclass(eq=False)
@@ -45,11 +46,12 @@ class Slot:
 
 class SlotPool:
     """The slots of one form. Used by one thread at a time. `poison`: see above; for tests.
-    `demand`: how many experts one pass asks for. `evictions` counts."""
+    `demand`: how many experts one pass asks for. `evictions` counts. `scratches`: room for experts
+    that are computed without a slot."""
 
     def __init__(self, form: ExpertForm) -> None:
         self.form = form
-        self.poison = False
+        self.scratches = Scratches(form, SCRATCHES)
         self.demand = 0
         self.evictions = 0
         self._free: list[Slot] = []
@@ -57,6 +59,14 @@ class SlotPool:
         self._passing: OrderedDict[Key, Slot] = OrderedDict()
         self._asked: dict[Key, int] = {}
         self._askings = 0
+
+    @property
+    def poison(self) -> bool:
+        return self.scratches.poison
+
+    @poison.setter
+    def poison(self, poison: bool) -> None:
+        self.scratches.poison = poison
 
     def __len__(self) -> int:
         return len(self._free) + len(self._settled) + len(self._passing)
@@ -191,4 +201,4 @@ class SlotPool:
 
     @staticmethod
     def _spoil(slot: Slot) -> None:
-        slot.memory[:] = _POISON * len(slot.memory)
+        slot.memory[:] = POISON * len(slot.memory)

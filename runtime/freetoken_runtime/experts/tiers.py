@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from threading import local
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -22,6 +22,7 @@ from freetoken_storage.weights_direct import AlignedBuffer, Extent, Pending
 
 from ..errors import WeightsDamaged
 from ..ftw_weights import FtwFolder, Place, tensor_of
+from ..layers.expert import Expert
 from ..weight_source import Stored, WeightSource
 from .fetch import Disk
 from .records import ExpertForm, units
@@ -33,6 +34,11 @@ class Tier(Protocol):
     """The experts of one layer."""
 
     form: ExpertForm
+
+    @property
+    def near(self) -> bool:
+        """Whether `load` finds experts in memory, so that who computes can do it as well. From a
+        disk there is no such way: reads bypass memory, and are waited for."""
 
     def load(self, expert: int, memory: memoryview) -> int:
         """Write an expert into a slot's memory. Returns the bytes that came from a disk; raises
@@ -47,8 +53,18 @@ class Tier(Protocol):
         """What one `load` needs beside the slot, at most."""
 
 
+@runtime_checkable
+class DirectTier(Tier, Protocol):
+    """Experts in memory as they compute: a slot would be a copy."""
+
+    def in_place(self, expert: int) -> Expert:
+        """What computes with an expert's bytes where they lie. Raises as `load` does."""
+
+
 class HeldExperts:
     """Parameters of every expert, in memory."""
+
+    near = True
 
     def __init__(self, form: ExpertForm, every: Sequence[Mapping[str, torch.Tensor]]) -> None:
         self.form = form
@@ -107,6 +123,8 @@ class Piece:
 class StoredExperts:
     """Served from the files as they were downloaded; converted each time. Without checksums: what
     is not finite is refused."""
+
+    near = False
 
     def __init__(self, form: ExpertForm, source: WeightSource, at: str, disk: Disk) -> None:
         """`at`: the prefix of the layer's names."""
@@ -209,6 +227,8 @@ class RecordExperts:
     """Served from converted weights: the record's own bytes where the slot's form is the record's,
     converted from there otherwise."""
 
+    near = False
+
     def __init__(self, form: ExpertForm, source: FtwFolder, at: str, disk: Disk) -> None:
         self.form = form
         self._source = source
@@ -223,12 +243,17 @@ class RecordExperts:
             self._source.file.read(name, self._disk.reader(), memory)
             return self._source.file.extent(name).room
         read = self._source.file.read(name, self._disk.reader(), self._memory(name))
-        fields = {field.name: tensor_of(read, field) for field in record.layout.fields}
+        self._convert(name, read, memory)
+        return self._source.file.extent(name).room
+
+    def _convert(self, name: str, read: memoryview, memory: memoryview) -> None:
+        """Write the bytes of a record of another form into a slot."""
+        layout = self._source.file.records[name].layout
+        fields = {field.name: tensor_of(read, field) for field in layout.fields}
         if self._source.quant == self.form.quant:
             self.form.copy(memory, fields)
         else:
             self.form.fill(memory, self._parameters(name, fields).__getitem__)
-        return self._source.file.extent(name).room
 
     @property
     def held_bytes(self) -> int:

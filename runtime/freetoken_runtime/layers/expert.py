@@ -46,11 +46,13 @@ class Demand:
 
 @dataclass(frozen=True)
 class Served:
-    """An expert that may be used until it is released, once, by any thread."""
+    """An expert that may be used until it is released, once, by any thread. `prepare`: to be called
+    before each use, by who uses it; it writes the weights that `expert` computes with."""
 
     index: int
     expert: Expert
     release: Callable[[], None]
+    prepare: Callable[[], None] | None = None
 
 
 class Experts(Protocol):

@@ -15,7 +15,7 @@ from ..batch import Form, RowGroup
 from ..kernels.activations import sigmoid
 from ..kernels.experts.cpu import ExpertRows, Task, mix, pad_rows
 from ..specs.moe import MoeSpec, RouterSpec
-from .expert import Demand, Expert, Experts, ResidentExperts, expert_activation
+from .expert import Demand, Expert, Experts, ResidentExperts, Served, expert_activation
 from .linear import DenseLinear, Linear
 from .mlp import Mlp
 from .mlp import build as build_mlp
@@ -102,13 +102,15 @@ class Moe:
     def _mix(self, x: torch.Tensor, routes: Routes, parts: Sequence[RowGroup]) -> torch.Tensor:
         """Every expert once, for the rows of all parts: it may have come from far."""
 
-        def compute(expert: Expert, rows: torch.Tensor, part: int) -> torch.Tensor:
-            return expert(rows, parts[part].form)
+        def compute(served: Served, rows: torch.Tensor, part: int) -> torch.Tensor:
+            if served.prepare is not None:
+                served.prepare()
+            return served.expert(rows, parts[part].form)
 
         def serve(groups: Sequence[ExpertRows]) -> Iterator[Task]:
             wanted = [Demand(group.expert, len(group.pairs)) for group in groups]
             for served in self.experts.serve(wanted, len(x)):
-                yield Task(served.index, partial(compute, served.expert), served.release)
+                yield Task(served.index, partial(compute, served), served.release)
 
         ends = [part.stop for part in parts]
         return mix(x, routes.chosen, routes.weights, serve, ends)
