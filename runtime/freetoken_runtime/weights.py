@@ -158,7 +158,7 @@ def _offload_notes(source: WeightSource, store: ExpertStore) -> tuple[str, ...]:
         return ()
     if not has_experts(source):
         return ("the model has no experts: all weights stay in memory",)
-    if not store.demands():
+    if not store.serves:
         return ("experts are no smaller in the file: all of them stay in memory as they compute",)
     if store.level == "disk" and not source.finite:
         return ("experts are read from files without checksums: convert the model to have them",)

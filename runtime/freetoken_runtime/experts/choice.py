@@ -16,6 +16,7 @@ from ..reports import Offload
 from ..specs.moe import MoeSpec
 from ..weight_source import WeightSource
 from .fetch import Disk
+from .mapped import DirectExperts, MappedExperts
 from .records import ExpertForm
 from .tiers import HeldExperts, RecordExperts, StoredExperts, Tier
 
@@ -75,7 +76,10 @@ def ram_tier(
     num_experts: int,
     read: Callable[[str], torch.Tensor],
 ) -> Tier | None:
-    """Experts in the dtype of the file, if that is smaller than what computes; None if not."""
+    """Experts as the file has them, if that takes less memory than what computes: the pages of
+    converted weights, or parameters in a smaller dtype. None if not."""
+    if isinstance(source, FtwFolder):
+        return _mapped_tier(form, source, at, num_experts)
     names = [name for name, _ in form.spec.parameter_shapes(form.width)]
     if form.quant is not None or source.quant is not None:
         return None
@@ -83,6 +87,20 @@ def ram_tier(
         return None
     every = [{name: read(f"{at}{e}.{name}") for name in names} for e in range(num_experts)]
     return HeldExperts(form, every)
+
+
+def _mapped_tier(form: ExpertForm, source: FtwFolder, at: str, num_experts: int) -> Tier | None:
+    """None where each fetch would quantise: that takes longer than reading what was quantised."""
+    if source.quant != form.quant:
+        return None
+    form = own_form(form, source, at)
+    records = [f"{at}{expert}" for expert in range(num_experts)]
+    for record in records:
+        for name, _ in form.spec.parameter_shapes(form.width):
+            source.defer(f"{record}.{name}")
+    _check_records(form, source, records)
+    direct = all(source.file.records[record].layout == form.layout for record in records)
+    return (DirectExperts if direct else MappedExperts)(form, source, at, Disk())
 
 
 def _serves_from_disk(source: WeightSource, names: Sequence[str]) -> bool:

@@ -80,6 +80,11 @@ class ExpertStore:
         self._layers.append(StoreLayer(tier, pool, num_experts, top_k))
         return LayerExperts(self, len(self._layers) - 1)
 
+    @property
+    def serves(self) -> bool:
+        """Whether any layer's experts come from here."""
+        return bool(self._layers)
+
     def demands(self) -> tuple[SlotDemand, ...]:
         """What each pool could use. Layers whose experts need no slots have none."""
         demands = []
