@@ -20,6 +20,7 @@ from freetoken_agent.catalog import resolve
 from freetoken_runtime.bench.machine import Machine, read_machine
 from freetoken_runtime.bench.timing import Figure, OnTurn, Target
 
+from .bench_offload import OffloadSettings, Part, offload_measures
 from .bench_sessions import SessionSettings, measure_edit, measure_fork, measure_load
 from .opening import ModelName
 from .output import EXIT_FAULT_FOUND, Json, command, emit, progress
@@ -35,6 +36,10 @@ HYBRID_HELP = (
     "Instead: anchors, an edit and a restart on twice as many tokens of a hybrid mixture with "
     "random weights (9 GB of memory)."
 )
+
+PART_HELP = "Only this: decoding, or double buffering in this form; may be repeated."
+FOLDER_HELP = "Where the prepared models (9 GB) are kept and looked for; else they are temporary."
+OFFLOAD_MODEL = "random weights, shapes of Qwen3-30B-A3B"
 
 Measure = Callable[[OnTurn], list[Figure]]
 
@@ -130,6 +135,21 @@ def bench_fork(
     """A fork with its commit; it must copy no state."""
     settings = SessionSettings(model, tokens, forks=rounds, threads=threads)
     _run(_forks(settings), model, threads, strict)
+
+
+@app.command("offload")
+@command
+def bench_offload(
+    part: Annotated[list[Part] | None, typer.Option("--part", help=PART_HELP)] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help=FOLDER_HELP)] = None,
+    rounds: Rounds = 6,
+    threads: Threads = None,
+    strict: Strict = False,
+    json: Json = False,
+) -> None:
+    """Experts from the disk: decoding against what memory and disk allow; long prefills."""
+    settings = OffloadSettings(tuple(part or Part), folder, rounds, threads)
+    _run(offload_measures(settings), OFFLOAD_MODEL, threads, strict)
 
 
 @app.command("all")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..experts.store import FETCH_THREADS
+from ..experts.supply import FETCH_THREADS
 from ..experts.traces import best_hit_rate, calibrated
 from ..spec import ModelSpec
 from .offload_model import Stage, prepare, shapes, staged, trace_shape
@@ -33,7 +33,7 @@ _PROBED_EXPERTS = 48
 
 
 @dataclass(frozen=True)
-class OffloadSettings:
+class DecodeSettings:
     """How much is measured. `tokens`: between two measurements of the bandwidths."""
 
     tokens: int = 8
@@ -64,7 +64,7 @@ class _Share:
 
 
 def measure(
-    settings: OffloadSettings,
+    settings: DecodeSettings,
     folder: Path,
     *,
     spec: ModelSpec | None = None,
