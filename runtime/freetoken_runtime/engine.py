@@ -19,6 +19,7 @@ from freetoken_storage.errors import StorageError
 from freetoken_storage.records import Snapshots
 
 from .attachment import Attachment
+from .balance import Balance
 from .config import EngineConfig, ResolvedConfig, read_host, resolve
 from .contention import ThreadGovernor, apart
 from .errors import InvalidAnchors, InvalidConfig, InvalidIds
@@ -89,6 +90,15 @@ class Engine:
             spec.context_limit,
             self._anchor_interval,
         )
+        self._balance = Balance(
+            self._budget,
+            model.experts,
+            self._keeper,
+            worth,
+            self._runner,
+            pinned=config.expert_slots is not None,
+        )
+        self._worker.between_passes = self._balance.between_passes
         self._owner = Owner(self._worker)
         self._attachment = Attachment(self._owner, self._keeper, self._lookup, self._history)
         finalize(self, self._owner.end)
@@ -178,9 +188,9 @@ class Engine:
             persister.failed(error)
 
     def set_budget(self, *, ram_bytes: int | None = None, vram_bytes: int | None = None) -> None:
-        """Change the memory budget; over it, the least valuable states go at once.
-        BudgetTooSmall, and nothing changes, if it does not hold the model. InvalidConfig for
-        `vram_bytes`: this engine computes on the CPU."""
+        """Change the memory budget; over it, the least valuable states and slots of experts go at
+        once. BudgetTooSmall, and nothing changes, if it does not hold the model, what runs and what
+        is pinned. InvalidConfig for `vram_bytes`: this engine computes on the CPU."""
         if vram_bytes is not None:
             raise InvalidConfig(
                 "there is no accelerator to give memory to", value=vram_bytes, remedy="leave it out"
@@ -189,14 +199,7 @@ class Engine:
             return
         EngineConfig(ram_budget_bytes=ram_bytes)  # InvalidConfig unless it may be asked for
         plan = self._model.plan(replace(self._config, ram_budget_bytes=ram_bytes))
-
-        def change() -> None:
-            self._budget.plan = plan
-            self._keeper.make_room(0)
-            self._model.experts.resize(plan.slots)
-            return_freed_memory()
-
-        self._owner.call(change)
+        self._owner.call(lambda: self._balance.change(plan))
 
     # -- asking
 
@@ -318,6 +321,8 @@ class Engine:
             compute_threads=self._governor.threads,
             store_error=str(error) if error is not None else None,
             experts=self._model.experts.counts,
+            state_limit_bytes=plan.states_bytes,
+            moves=self._balance.moves,
         )
 
     def close(self) -> None:

@@ -139,6 +139,16 @@ class ExpertStats:
 
 
 @dataclass(frozen=True)
+class Moves:
+    """What has gone to and fro between slots of experts and states since load, changes of the
+    budget aside; the last of it in words."""
+
+    count: int = 0
+    size_bytes: int = 0
+    last: str | None = None
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A picture of the engine. Bytes are counted per allocation, once."""
 
@@ -159,3 +169,5 @@ class EngineStats:
     compute_threads: int
     store_error: str | None = None  # the last write error that no flush has reported yet
     experts: ExpertStats = ExpertStats("none")
+    state_limit_bytes: int = 0  # what KV and anchors may take as memory is divided now
+    moves: Moves = Moves()

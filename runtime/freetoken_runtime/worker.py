@@ -8,6 +8,7 @@ raises, each is tried alone. Nothing here may be called from another thread but 
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -45,6 +46,7 @@ class Worker:
         self._keeper = keeper
         self._context_limit = context_limit
         self._anchor_interval = anchor_interval
+        self.between_passes: Callable[[], None] = lambda: None
         self._waiting: deque[Task] = deque()
         self._tasks: list[Task] = []
         self.reused_rows = 0
@@ -75,6 +77,7 @@ class Worker:
             return False
         if self._keeper.writer is not None:
             self._keeper.writer.rest(any(not task.missing for task in self._tasks))
+        self.between_passes()
         chosen = [(self._tasks[index], count) for index, count in rows.items()]
         self._forward([(task, self._work(task, count)) for task, count in chosen])
         return True

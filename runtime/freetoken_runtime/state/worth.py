@@ -55,6 +55,10 @@ class Worth:
         self._seconds = keep * self._seconds + seconds
         self._used, self._worked_s = used, worked_s
 
+    def idle(self) -> list[Resident]:
+        """What may go."""
+        return self._index.victims()
+
     def of(self, resident: Resident, *, stored: bool) -> tuple[int, float]:
         """Bytes that would be free without an idle path, and seconds per second that it saves.
         `stored`: a store will have it."""
