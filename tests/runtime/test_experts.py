@@ -24,7 +24,8 @@ from freetoken_runtime.reports import Offload
 from freetoken_runtime.specs.moe import MoeSpec
 from freetoken_runtime.testing import ListState, batch_of, build_checkpoint
 from freetoken_runtime.weight_source import Quant
-from freetoken_runtime.weights import LoadedModel, load, open_source
+from freetoken_runtime.weights import Dtype, LoadedModel, load, open_source
+from freetoken_storage.weights import FtwAltered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,6 +172,42 @@ def test_quantised_experts_from_files_and_from_records(
             model = in_slots(path, "disk", slots, quant)
             assert same(outputs(model, FOUR), expected), (path.name, slots)
             model.experts.close()
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_m16_mapped_records_give_the_same_bits(
+    folder: Folders, tmp_path: Path, family: str, quant: Quant | None
+) -> None:
+    """Converted weights in RAM: from where they lie if that is as they compute, which takes neither
+    slots nor a fetch; else through slots, or a scratch."""
+    original = folder(family)
+    convert(original, tmp_path / "records", quant=quant)
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    for dtype in dtypes:
+        expected = outputs(load(original, quant=quant, dtype=dtype), FOUR)
+        model = load(tmp_path / "records", offload="ram", dtype=dtype)
+        model.experts.resize([2 for _ in model.experts.demands()], poison=True)
+        assert same(outputs(model, FOUR), expected), dtype
+        counts, direct = model.experts.counts, quant is not None or dtype == "bfloat16"
+        assert (counts.slots, counts.read_bytes) == (0 if direct else 2, 0)
+        assert (counts.fetched == 0 and counts.in_place > 0) == direct
+        assert not any("stay in memory" in note for note in model.notes)
+        assert model.experts.fixed_bytes == 0 or not direct
+
+
+def test_a_mapped_record_is_verified_when_it_is_first_used(folder: Folders, tmp_path: Path) -> None:
+    """Oracle: the checksum's error. What is altered after the folder was opened never computes."""
+    convert(folder("mixtral"), tmp_path / "records", quant="int8")
+    model = load(tmp_path / "records", offload="ram")
+    (shard,) = (tmp_path / "records").glob("records-*.ftw")
+    content = bytearray(shard.read_bytes())
+    for byte in range(100, len(content), 4096):
+        content[byte] ^= 4
+    with shard.open("r+b") as stream:
+        stream.write(content)
+    with pytest.raises(FtwAltered, match=r"experts\.\d+.*fails its checksum"):
+        outputs(model, ALONE)
 
 
 def test_m15_poison_in_free_slots_does_not_leak(folder: Folders) -> None:

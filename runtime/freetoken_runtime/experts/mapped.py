@@ -40,3 +40,7 @@ class DirectExperts(MappedExperts):
             record = self._source.file.mapped(f"{self._at}{expert}")
             seen = self._seen[expert] = self.form.expert(record)
         return seen
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
