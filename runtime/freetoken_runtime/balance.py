@@ -166,14 +166,16 @@ class Balance:
         limit = max(left // _STEP, *(pool.slot_bytes for pool in pools))
         free = budget.free_bytes - self._worth.next_growth_bytes()
         paths = self._idle()
-        idle = [path for _, path in paths]
-        found = grow(pools, free, idle, limit_bytes=limit, advantage=ADVANTAGE)
-        counts, reason = found.counts, "slots took what was free"
+        reason = "slots took what was free"
+        found = grow(
+            pools, free, [path for _, path in paths], limit_bytes=limit, advantage=ADVANTAGE
+        )
         if found.evicted is not None:
             self._keeper.evict(paths[found.evicted][0])
             free = budget.free_bytes - self._worth.next_growth_bytes()
-            counts = grow(pools, free, limit_bytes=limit, advantage=ADVANTAGE).counts
+            found = grow(pools, free, limit_bytes=limit, advantage=ADVANTAGE)
             reason = "slots save more than an idle path"
+        counts = found.counts
         if counts == budget.plan.slots:
             return
         if now - self._shrunk_s > 8 * self._cool_s:

@@ -67,7 +67,7 @@ class IdlePath:
 
 @dataclass(frozen=True)
 class Growth:
-    """Slots of each pool, and the path, by its index, that goes for them."""
+    """Slots of each pool; or the path, by its index, that goes first."""
 
     counts: tuple[int, ...]
     evicted: int | None = None
@@ -116,16 +116,21 @@ def grow(
     limit_bytes: int,
     advantage: float = 1.0,
 ) -> Growth:
-    """One step towards the best division, of at most `limit_bytes`: slots take free bytes; where
-    there are none, those of the idle path that saves least per byte; or slots of another pool. What
-    is taken from somebody must save more than `advantage` times as much where it goes."""
+    """One step towards the best division: slots take free bytes, up to `limit_bytes`; or the idle
+    path that saves least per byte makes room for them; or slots of other pools do. What is taken
+    from somebody must save more than `advantage` times as much where it goes."""
     filled = _filled(pools, min(free_bytes, limit_bytes))
     if filled != list(pools):
         return Growth(_counts(filled))
-    for index in sorted(range(len(idle)), key=lambda i: idle[i].saved / idle[i].size_bytes)[:1]:
-        room = free_bytes + idle[index].size_bytes
-        if _saved(_filled(pools, room)) - _saved(pools) > advantage * idle[index].saved:
-            return Growth(_counts(_filled(pools, min(room, limit_bytes))), index)
+    order = sorted(range(len(idle)), key=lambda i: idle[i].saved / idle[i].size_bytes)
+    room, lost = free_bytes, 0.0
+    for index in order:  # several only where one alone makes no room for a slot
+        room, lost = room + idle[index].size_bytes, lost + idle[index].saved
+        filled = _filled(pools, room)
+        if _saved(filled) - _saved(pools) > advantage * lost:
+            return Growth(_counts(pools), order[0])
+        if filled != list(pools):
+            break
     return Growth(_counts(_evened(pools, limit_bytes, advantage)))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 TRACKED = 192  # experts followed per pool, about; finding one costs about a microsecond
 _BUCKETS = 32
-_MEMORY = 8  # askings per expert of the pool after which the past counts half
+_MEMORY = 16  # askings per expert of the pool, after which all counts are halved
 _SPREAD = 0x9E3779B1  # multiplied by it, neighbouring numbers lie far apart modulo 2^32
 _MAX_EXPERTS = 1 << 16  # of a layer
 
@@ -28,17 +28,17 @@ class HitCurve:
         self._limit = int(self._rate * (1 << 32))
         self._recent: list[int] = []  # the most recent first
         self._hits = [0.0] * _BUCKETS  # by distance
-        self._seconds = 0.0
-        self._askings = 0
+        self._asked = self._followed = self._seconds = 0.0
 
     def ask(self, layer: int, wanted: Sequence[int]) -> None:
         """A pass wants these experts of a layer."""
         base, recent = layer * _MAX_EXPERTS, self._recent
+        self._asked += len(wanted)
         for expert in wanted:
             key = base + expert
             if key * _SPREAD % (1 << 32) >= self._limit:
                 continue
-            self._askings += 1
+            self._followed += 1
             try:
                 distance = recent.index(key)
             except ValueError:
@@ -52,19 +52,22 @@ class HitCurve:
 
     def elapsed(self, seconds: float) -> None:
         """So long did it take since the last call."""
-        keep = 0.5 ** (self._askings / (_MEMORY * self._rate * self._experts))
-        self._askings = 0
-        self._hits = [keep * hits for hits in self._hits]
-        self._seconds = keep * self._seconds + seconds
+        self._seconds += seconds
+        if self._asked > _MEMORY * self._experts:
+            self._hits = [hits / 2 for hits in self._hits]
+            self._asked /= 2
+            self._followed /= 2
+            self._seconds /= 2
 
     def points(self) -> list[tuple[float, float]]:
         """(slots, hits per second) of plain recency, ascending."""
-        if self._seconds <= 0.0:
+        if self._seconds <= 0.0 or not self._followed:
             return []
+        per_hit = self._asked / self._followed / self._seconds
         points, hits = [], 0.0
         for bucket, count in enumerate(self._hits, 1):
             hits += count
-            points.append((bucket * self._experts / _BUCKETS, hits / self._rate / self._seconds))
+            points.append((bucket * self._experts / _BUCKETS, hits * per_hit))
         return points
 
 
