@@ -7,7 +7,7 @@ does not fit it: text stays text where text is allowed ("02134"), and nothing is
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .json_schema import Schema, branches, child, resolved
@@ -19,74 +19,108 @@ _NULLS = ("null", "none")
 
 def coerce(value: Any, schema: Any, root: Schema) -> Any:
     """The value as the schema wants it, as far as that is certain; else as it is. `root` holds the
-    definitions that the schema refers to. Never changes what it is given."""
-    schema = resolved(schema, root)
-    for part in schema.get("allOf", ()):
-        value = coerce(value, part, root)
-    if branches(schema):
-        return _into_branch(value, schema, root)
-    if "enum" in schema or "const" in schema:
-        return _into_constant(value, schema.get("enum", [schema.get("const")]))
-    kinds = _kinds(schema)
-    if kinds and not any(_is_kind(value, kind) for kind in kinds):
-        value = _into_kind(value, kinds)
-    if isinstance(value, Mapping):
-        return {key: _entry(inner, schema, key, root) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_entry(inner, schema, index, root) for index, inner in enumerate(value)]
-    return value
+    definitions that the schema refers to. What fits is never changed, nor is what is given."""
+    return _Coercion(root).coerced(value, schema)
 
 
-def _entry(value: Any, schema: Schema, key: str | int, root: Schema) -> Any:
-    inner = child(schema, key, root)
-    return value if inner is None else coerce(value, inner, root)
+class _Coercion:
+    """One value against one schema. Each pair of a part of both is looked at once: unions inside of
+    unions would otherwise double the work at each level."""
 
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        # By identity; the parts are kept, so that no identity is used twice.
+        self._coerced: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self._fitting: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
 
-def _into_branch(value: Any, schema: Schema, root: Schema) -> Any:
-    """Into the first alternative that the value fits, else the first that it can be made fit."""
-    for branch in branches(schema):
-        if _fits(value, branch, root):
-            return coerce(value, branch, root)
-    for branch in branches(schema):
-        changed = coerce(value, branch, root)
-        if _fits(changed, branch, root):
-            return changed
-    return value
+    def coerced(self, value: Any, schema: Any) -> Any:
+        key = (id(value), id(schema))
+        if key not in self._coerced:
+            self._coerced[key] = (value, schema, self._coerce(value, schema))
+        return self._coerced[key][2]
 
+    def fits(self, value: Any, schema: Any) -> bool:
+        """Whether a value has the types, constants and keys of a schema, at every depth."""
+        key = (id(value), id(schema))
+        if key not in self._fitting:
+            self._fitting[key] = (value, schema, self._fits(value, schema))
+        return self._fitting[key][2]
 
-def _fits(value: Any, schema: Any, root: Schema) -> bool:
-    """Whether a value is of the schema's type, has its constants and the keys it requires."""
-    schema = resolved(schema, root)
-    if branches(schema):
-        return any(_fits(value, branch, root) for branch in branches(schema))
-    if "enum" in schema or "const" in schema:
-        return _same(value, schema.get("enum", [schema.get("const")])) is not None
-    kinds = _kinds(schema)
-    if kinds and not any(_is_kind(value, kind) for kind in kinds):
-        return False
-    if not isinstance(value, Mapping):
+    def _coerce(self, value: Any, schema: Any) -> Any:
+        schema = resolved(schema, self._root)
+        for part in schema.get("allOf", ()):
+            value = self.coerced(value, part)
+        if branches(schema):
+            return self._into_branch(value, branches(schema))
+        constants = _constants(schema)
+        if constants is not None:
+            return _into_constant(value, constants)
+        kinds = _kinds(schema)
+        if kinds and not any(_is_kind(value, kind) for kind in kinds):
+            value = _into_kind(value, kinds)
+        if isinstance(value, Mapping):
+            return {key: self._entry(inner, schema, key) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._entry(inner, schema, index) for index, inner in enumerate(value)]
+        return value
+
+    def _entry(self, value: Any, schema: Schema, key: str | int) -> Any:
+        inner = child(schema, key, self._root)
+        return value if inner is None else self.coerced(value, inner)
+
+    def _into_branch(self, value: Any, alternatives: Sequence[Any]) -> Any:
+        """As it is where it fits an alternative, else into the first that it can be made fit."""
+        if any(self.fits(value, branch) for branch in alternatives):
+            return value
+        for branch in alternatives:
+            changed = self.coerced(value, branch)
+            if self.fits(changed, branch):
+                return changed
+        return value
+
+    def _fits(self, value: Any, schema: Any) -> bool:
+        schema = resolved(schema, self._root)
+        if not all(self.fits(value, part) for part in schema.get("allOf", ())):
+            return False
+        if branches(schema):
+            return any(self.fits(value, branch) for branch in branches(schema))
+        constants = _constants(schema)
+        if constants is not None:
+            return _is_constant(value, constants)
+        kinds = _kinds(schema)
+        if kinds and not any(_is_kind(value, kind) for kind in kinds):
+            return False
+        if isinstance(value, Mapping):
+            missing = set(schema.get("required", ())) - value.keys()
+            return not missing and all(self._entry_fits(v, schema, k) for k, v in value.items())
+        if isinstance(value, list | tuple):
+            return all(self._entry_fits(inner, schema, i) for i, inner in enumerate(value))
         return True
-    constants = {
-        key: inner
-        for key, inner in schema.get("properties", {}).items()
-        if key in value and "const" in resolved(inner, root)
-    }
-    return set(schema.get("required", ())) <= value.keys() and all(
-        _fits(value[key], inner, root) for key, inner in constants.items()
-    )
+
+    def _entry_fits(self, value: Any, schema: Schema, key: str | int) -> bool:
+        inner = child(schema, key, self._root)
+        if inner is not None:
+            return self.fits(value, inner)
+        return isinstance(key, int) or schema.get("additionalProperties") is not False
 
 
-def _same(value: Any, constants: list[Any]) -> list[Any] | None:
-    """The constant that a value is, in a list; None if it is none of them."""
-    return next(([c] for c in constants if type(c) is type(value) and c == value), None)
+def _constants(schema: Schema) -> Sequence[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    found: Sequence[Any] | None = schema.get("enum")
+    return found
 
 
-def _into_constant(value: Any, constants: list[Any]) -> Any:
+def _is_constant(value: Any, constants: Sequence[Any]) -> bool:
+    return any(type(one) is type(value) and one == value for one in constants)
+
+
+def _into_constant(value: Any, constants: Sequence[Any]) -> Any:
     """The constant that is written like the value."""
-    if _same(value, constants) is not None:
+    if _is_constant(value, constants):
         return value
     written = _as_text(value)
-    alike = [c for c in constants if _as_text(c) == written]
+    alike = [one for one in constants if _as_text(one) == written]
     return alike[0] if len(alike) == 1 else value
 
 

@@ -8,10 +8,11 @@ and the stars of `*args`.
 
 import inspect
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_SECTION_FIRST = re.compile(r"(Args|Arguments|Parameters|Params|Attributes):[ \t]*\n")
+_SECTION_FIRST = re.compile(r"\s*((?:Args|Arguments|Parameters|Params):)[ \t]*\n")
 _SUMMARY = "."  # stands before such a section, which is lost as the first line
 
 
@@ -25,14 +26,15 @@ class Documentation:
 
 def read_docstring(text: str | None) -> Documentation:
     """The documentation in a docstring. What cannot be read as parameters is description."""
-    cleaned = inspect.cleandoc(text or "")
+    text = text or ""
+    first = _SECTION_FIRST.match(text)
+    cleaned = inspect.cleandoc(text) if first is None else _with_summary(first, text)
     if not cleaned:
         return Documentation()
     from docstring_parser import ParseError, parse  # only who documents tools needs it
 
-    headless = _SECTION_FIRST.match(cleaned) is not None
     try:
-        parsed = parse(f"{_SUMMARY}\n\n{cleaned}" if headless else cleaned)
+        parsed = parse(cleaned)
     except ParseError:
         return Documentation(_joined(cleaned))
     parameters: dict[str, str] = {}
@@ -41,8 +43,17 @@ def read_docstring(text: str | None) -> Documentation:
             said = _joined(param.description or "")
             if said:
                 parameters[name.strip().lstrip("\\*")] = said
-    short = "" if headless else parsed.short_description or ""
+    short = parsed.short_description or "" if first is None else ""
     return Documentation(_joined(f"{short}\n\n{parsed.long_description or ''}"), parameters)
+
+
+def _with_summary(section: re.Match[str], text: str) -> str:
+    """A first line has no indentation to compare with; its section is indented once more if need
+    be."""
+    body = inspect.cleandoc("\n" + text[section.end() :])
+    if not body.startswith(" "):
+        body = textwrap.indent(body, "    ")
+    return f"{_SUMMARY}\n\n{section[1]}\n{body}"
 
 
 def _joined(text: str) -> str:

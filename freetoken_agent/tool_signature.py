@@ -221,7 +221,8 @@ def _model(
     shown = schema["properties"]  # in the order of the parameters
     for (name, inner), one in zip(shown.items(), parameters, strict=True):
         if one.has_own_default:
-            shown[name] = ordered({**inner, **_shown_default(one)})
+            said = {key: value for key, value in inner.items() if key != "default"}
+            shown[name] = ordered({**said, **_shown_default(one)})
     return model, schema
 
 
@@ -237,7 +238,7 @@ def _field(parameter: _Parameter, documentation: Documentation) -> tuple[Any, Fi
     default = parameter.python.default
     own = default if isinstance(default, FieldInfo) else Field()
     if parameter.has_own_default:
-        own = Field(default_factory=lambda: None)  # never read: the argument is left out
+        own = Field(default=None)  # never read: the argument is left out
     said = [own]
     if get_origin(parameter.annotation) is Annotated:
         said += [one for one in get_args(parameter.annotation) if isinstance(one, FieldInfo)]
