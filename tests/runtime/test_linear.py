@@ -198,15 +198,15 @@ def test_int4_packing_loses_nothing(outputs: int, inputs: int, size: int, seed: 
 def test_every_known_byte_layout_can_be_unpacked(layout: tuple[int, bool]) -> None:
     """Oracle: the layouts of torch's packing kernels, written out per instruction set."""
     block, paired = layout
-    values = torch.randint(0, 16, (128, 32))
+    values = torch.randint(0, 16, (128, 32), dtype=torch.int32)
     rows = values.view(-1, block, 32)
     if paired:
         low, high = rows[:, 0::2], rows[:, 1::2]
     else:
         low, high = rows[:, : block // 2], rows[:, block // 2 :]
     packed = (low | high << 4).transpose(1, 2).to(torch.uint8).reshape(128, 16)
-    unpacked = int4._unpack(packed, int4.ByteLayout(block, paired))
-    assert torch.equal(unpacked, values.float())
+    unpacked = int4._unpacked(packed, int4.ByteLayout(block, paired))
+    assert torch.equal(unpacked, values)
 
 
 def test_an_unknown_byte_layout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from ..kernels.int4_linear import cpu as int4
 from ..kernels.int8_linear import cpu as int8
 
 # Dequantised weights live for one GEMM; larger matrices are taken in slices of this many elements.
-_SLICE_ELEMENTS = 16 << 20
+_SLICE_ELEMENTS = 4 << 20
 
 
 class Linear(ABC):
@@ -123,7 +123,7 @@ class IntegerLinear(Linear):
 
     def weight_rows(self, rows: torch.Tensor) -> torch.Tensor:
         assert isinstance(self._weight, int8.PackedInt8), "a tied head is never int4"
-        return int8.dequantise(self._weight, rows)
+        return int8.rows_of(self._weight, rows)
 
     @property
     def size_bytes(self) -> int:

@@ -17,9 +17,9 @@ def has_onednn() -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [n, K], weight [N, K] of one dtype, bias [N] -> [n, N] of that dtype. The weight must be
-    contiguous: oneDNN takes any strides, but those of a slice a thousand times slower."""
-    assert weight.is_contiguous()
+    """x [n, K], weight [N, K] of one dtype, bias [N] -> [n, N] of that dtype. The weight or its
+    transpose must be contiguous: oneDNN takes any strides, a slice's a thousand times slower."""
+    assert weight.is_contiguous() or weight.t().is_contiguous()
     if not has_onednn():
         return functional.linear(x, weight, bias)
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(

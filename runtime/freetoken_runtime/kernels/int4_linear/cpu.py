@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from ...errors import UnsupportedQuantization
 from ..integers import Int4Values
+from ..working_memory import floats
 
 BLOCK = 64  # a multiple of every known block of outputs
 _pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
@@ -72,23 +73,29 @@ def few(x: torch.Tensor, weight: PackedInt4) -> torch.Tensor:
 
 def dequantise(weight: PackedInt4, rows: slice) -> torch.Tensor:
     """Rows [start, stop) of W as fp32 [stop - start, K], start a multiple of 64; exact but for one
-    fp32 rounding of each weight."""
+    fp32 rounding of each weight. In the thread's working memory, until it is used again; an input's
+    outputs lie side by side, as they do in the packed bytes (turning them takes longer)."""
     stop = min(rows.stop, weight.outputs)
-    padded_stop = stop + -stop % BLOCK
-    steps = _unpack(weight.packed[rows.start : padded_stop], byte_layout()).sub_(8)
-    pairs = weight.scales_zeros[:, rows.start : padded_stop].transpose(0, 1).float()
-    grouped = steps.view(len(steps), -1, weight.size)
-    grouped.mul_(pairs[..., :1]).add_(pairs[..., 1:])
-    return steps[: stop - rows.start, : weight.inputs].contiguous()
+    padded = slice(rows.start, stop + -stop % BLOCK)
+    packed = weight.packed[padded]
+    turned = floats(2 * packed.shape[1], len(packed))  # [K padded, N padded]
+    _unpack(packed, byte_layout(), turned)
+    # [K padded / size, 1, N padded] each
+    scales, zeros = weight.scales_zeros[:, padded].permute(2, 0, 1).float().contiguous()[:, :, None]
+    groups = turned.view(-1, weight.size, len(packed))
+    torch.addcmul(zeros, groups, scales, out=groups)
+    dense = turned[: weight.inputs, : stop - rows.start]
+    return (dense if dense.is_contiguous() else dense.contiguous()).t()
 
 
 @lru_cache(maxsize=1)
 def byte_layout() -> ByteLayout:
     """This machine's layout. UnsupportedQuantization if none of the known ones fits."""
-    values = torch.randint(0, 16, (2 * BLOCK, 32), generator=torch.Generator().manual_seed(0))
-    packed = _pack(values.int(), 1)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 16, (2 * BLOCK, 32), generator=generator, dtype=torch.int32)
+    packed = _pack(values, 1)
     for layout in LAYOUTS:
-        if torch.equal(_unpack(packed, layout), values.float()):
+        if torch.equal(_unpacked(packed, layout), values):
             return layout
     raise UnsupportedQuantization(
         "int4 weights cannot be unpacked on this machine",
@@ -110,18 +117,23 @@ def repack(packed: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
     if layout == byte_layout():
         return packed
     parts = torch.split(packed, 16 * BLOCK)
-    return torch.cat([_pack(_unpack(rows, layout).int(), 1) for rows in parts])
+    return torch.cat([_pack(_unpacked(rows, layout), 1) for rows in parts])
 
 
-def _unpack(packed: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
-    """packed [N, K / 2] -> integers as fp32 [N, K]."""
-    outputs, inputs, half = len(packed), 2 * packed.shape[1], layout.block // 2
-    bytes_ = packed.view(-1, inputs, half)  # [blocks, K, half a block]
-    out = torch.empty(outputs, inputs)
-    blocks = out.view(-1, layout.block, inputs)
-    low, high = (bytes_ & 15).transpose(1, 2), (bytes_ >> 4).transpose(1, 2)
+def _unpack(packed: torch.Tensor, layout: ByteLayout, out: torch.Tensor) -> None:
+    """packed [N, K / 2] -> integers - 8 in `out` [K, N], of any dtype."""
+    inputs, half = len(out), layout.block // 2
+    bytes_ = packed.view(-1, inputs, half).transpose(0, 1)  # [K, blocks, half a block]
     if layout.paired:
-        blocks[:, 0::2], blocks[:, 1::2] = low, high
+        low, high = out.view(inputs, -1, half, 2).unbind(3)
     else:
-        blocks[:, :half], blocks[:, half:] = low, high
-    return out
+        low, high = out.view(inputs, -1, 2, half).unbind(2)
+    low.copy_((bytes_ & 15).sub_(8).view(torch.int8))
+    high.copy_((bytes_ >> 4).sub_(8).view(torch.int8))
+
+
+def _unpacked(packed: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
+    """packed [N, K / 2] -> integers 0..15 as int32 [N, K]."""
+    out = torch.empty(2 * packed.shape[1], len(packed), dtype=torch.int32)
+    _unpack(packed, layout, out)
+    return out.add_(8).t().contiguous()
