@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 from .gguf_tokenizer import from_metadata, read_metadata
+from .hf_tokenizer import definition_bytes
 
 RECIPE = 1  # to be raised when other bytes follow from the same file
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
@@ -41,7 +42,7 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
     """The files from which a Hugging Face tokenizer reads what the .gguf says."""
     files = from_metadata(read_metadata(source))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **files.special_tokens}
-    _write_json(folder / "tokenizer.json", files.definition)
+    (folder / "tokenizer.json").write_bytes(definition_bytes(files.definition))
     _write_json(folder / "tokenizer_config.json", config)
     if files.stop_tokens:
         _write_json(folder / "generation_config.json", {"eos_token_id": list(files.stop_tokens)})
