@@ -208,7 +208,7 @@ class Turn:
             what = "an expert did not arrive from the disk"
             remedy = "check the disk; the request can be repeated"
         else:
-            what = "no slot can be given away: the experts of a layer are not released"
+            what = "nothing more can be handed out: the experts of a layer are not released"
             remedy = "release each expert when it has been computed"
         waited_s = self._supply.wait(seen, what, remedy)
         self._supply.tally.add(waited_s=waited_s)

@@ -11,12 +11,14 @@ What is computed does not depend on any of it: experts' outputs are summed in th
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
 from weakref import finalize
 
+from ..errors import WeightsTimeout
 from ..layers.expert import Demand, Served
 from ..plan import SlotDemand
 from ..reports import ExpertStats, Offload
@@ -29,6 +31,7 @@ from .slots import SCRATCHES, SlotPool
 from .supply import FETCH_THREADS, StoreLayer, Supply
 from .tiers import DirectTier, Tier
 
+Serving = Generator[Served, None, None]
 TIMEOUT_S = 60.0  # a disk answers in milliseconds; one that has to spin up, in seconds
 CLOSING_S = 5.0  # that closing waits for reads under way; then their files stay open
 STREAMED_COVERAGE = 0.9  # of a layer's experts that a pass is expected to want
@@ -115,7 +118,7 @@ class ExpertStore:
         """Set the number of slots of each pool, in the order of `demands`. Between two passes.
         `poison`: free slots are filled with NaN, now and before each pass; for tests."""
         pools = list(zip(self._pools.values(), counts, strict=True))
-        with self._serving:
+        with self._alone():
             if all(len(pool) == count for pool, count in pools) and not poison:
                 return
             self._end_pass()
@@ -130,7 +133,7 @@ class ExpertStore:
 
     def close(self) -> None:
         """End the threads and close the files; the next pass opens them again."""
-        with self._serving:
+        with self._alone():
             _close(self._supply.fetcher, self.disk)
 
     @property
@@ -144,11 +147,11 @@ class ExpertStore:
 
     # -- serving
 
-    def serve(self, number: int, wanted: Sequence[Demand], rows: int) -> Iterator[Served]:
+    def serve(self, number: int, wanted: Sequence[Demand], rows: int) -> Serving:
         """See `layers.expert.Experts`. What was handed out lasts until it is released, or until the
         next layer is served. What a tier raised, or WeightsTimeout, ends the pass; the next one
         starts afresh."""
-        with self._serving:
+        with self._alone():
             if self.watch is not None:
                 self.watch(number, [demand.expert for demand in wanted])
             turn = self._enter(number, rows).turn(number, wanted)
@@ -156,6 +159,20 @@ class ExpertStore:
                 yield from turn.serve()
             finally:
                 turn.leave()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """An iterator that was neither ended nor closed must not stop others for ever."""
+        if not self._serving.acquire(timeout=self.timeout_s):
+            raise WeightsTimeout(
+                "another layer is still being served",
+                value=f"{self.timeout_s} s",
+                remedy="take its experts to the end, or close the iterator",
+            )
+        try:
+            yield
+        finally:
+            self._serving.release()
 
     def _enter(self, number: int, rows: int) -> Pass:
         """Layers come in ascending order, so that any other order begins a pass."""
@@ -187,7 +204,7 @@ class LayerExperts:
     store: ExpertStore
     number: int
 
-    def serve(self, wanted: Sequence[Demand], rows: int) -> Iterator[Served]:
+    def serve(self, wanted: Sequence[Demand], rows: int) -> Serving:
         return self.store.serve(self.number, wanted, rows)
 
     @property
