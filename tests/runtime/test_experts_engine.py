@@ -3,22 +3,27 @@
 for bit; arithmetic on what it reports; the machine of `freetoken_runtime.engine_programs`."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from freetoken_runtime import Engine, EngineConfig, SamplingParams
 from freetoken_runtime.config import read_host, resolve
 from freetoken_runtime.engine_cases import ids_of
 from freetoken_runtime.engine_programs import DatabasePrograms, run_programs
 from freetoken_runtime.errors import BudgetTooSmall, InvalidConfig
-from freetoken_runtime.testing import build_checkpoint
+from freetoken_runtime.models.registry import FAMILIES, read_family
+from freetoken_runtime.specs.moe import MoeSpec
+from freetoken_runtime.testing import build_checkpoint, family_config
 from freetoken_runtime.weights import load, open_source
 from freetoken_storage import MemoryDatabase
 
@@ -56,6 +61,91 @@ def engines(folder: Folders) -> Iterator[Engines]:
     yield make
     for engine in made:
         engine.close()
+
+
+def router(family: str) -> tuple[int, int] | None:
+    """(experts, experts per row) of a family's small model; None if it has none."""
+    _, spec = read_family(family_config(family).to_dict())
+    mixtures = {x.feed_forward for x in spec.layers if isinstance(x.feed_forward, MoeSpec)}
+    found = {(mixture.router.num_experts, mixture.router.top_k) for mixture in mixtures}
+    assert len(found) <= 1, family
+    return found.pop() if found else None
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """One way to hold experts, and how many sequences run at once."""
+
+    family: str
+    level: str
+    slots: int
+    batch: int
+
+
+MIXTURES = tuple(family for family in sorted(FAMILIES) if router(family))
+WAYS = tuple(product(("ram", "disk"), (2, 4, 6, 12), (1, 4)))  # slots: k, 2k, E/2, E
+EVERY = [Offloaded(family, *way) for family in MIXTURES for way in WAYS]
+
+
+@pytest.fixture(scope="module")
+def halves(folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The same in bf16, so that RAM holds experts in another form than what computes."""
+    folders: dict[str, Path] = {}
+
+    def build(family: str) -> Path:
+        if family not in folders:
+            path = folders[family] = tmp_path_factory.mktemp(f"{family}-half")
+            (path / "config.json").write_bytes((folder(family) / "config.json").read_bytes())
+            for file in folder(family).glob("*.safetensors"):
+                tensors = {name: x.bfloat16() for name, x in load_file(file).items()}
+                save_file(tensors, path / file.name)
+        return folders[family]
+
+    return build
+
+
+def answers(path: Path, batch: int, **fields: Any) -> list[Any]:
+    """The tokens of `batch` prompts that run at once, and the logits behind each."""
+    config = resolve(replace(CONFIG, max_batch=4, **fields), read_host())
+    model = load(path, offload=config.offload or "none")
+    with Engine(model, config, poison=True) as engine:
+        prompts = [ids_of(seed, 60 - 9 * seed) for seed in range(batch)]
+        streams = [engine.generate(ids, SamplingParams(max_tokens=5)) for ids in prompts]
+        tokens = [[token.id for token in stream] for stream in streams]
+        logits = [engine.logits([*ids, *new]) for ids, new in zip(prompts, tokens, strict=True)]
+        counts = engine.stats().experts
+        assert (counts.level, counts.slots) == (config.offload, config.expert_slots or 0)
+        assert (counts.misses > 0) == (counts.level != "none")
+    return [tokens, torch.stack(logits)]
+
+
+def test_every_mixture_has_twelve_experts_and_takes_two() -> None:
+    """So that slots of k, 2k, E/2 and E are 2, 4, 6 and 12. Oracle: the specs."""
+    assert len(MIXTURES) == 17 and {router(family) for family in MIXTURES} == {(12, 2)}
+
+
+def check(halves: Folders, way: Offloaded, expected: list[Any]) -> None:
+    fields = {"offload": way.level, "expert_slots": way.slots}
+    found = answers(halves(way.family), way.batch, **fields)
+    assert found[0] == expected[0] and torch.equal(found[1], expected[1]), way
+
+
+@pytest.mark.parametrize("way", random.Random(4).sample(EVERY, 10), ids=str)
+def test_m16_offload_gives_the_bits_of_an_engine_in_memory(halves: Folders, way: Offloaded) -> None:
+    """Ten of all ways; the next test takes all of them."""
+    check(halves, way, answers(halves(way.family), way.batch, offload="none"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_m16_every_way_gives_the_bits_of_an_engine_in_memory(halves: Folders, family: str) -> None:
+    """RAM and disk, k to E slots, one sequence and four at once."""
+    path = halves(family)
+    expected = {batch: answers(path, batch, offload="none") for batch in (1, 4)}
+    for way in EVERY:
+        if way.family == family:
+            check(halves, way, expected[way.batch])
 
 
 def output(engine: Engine, ids: list[int], count: int = 8) -> list[int]:
