@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -118,25 +119,40 @@ class DirectReader:
     def submit(self, extent: Extent, into: memoryview) -> Pending:
         """Begin to read; `into` begins on a page boundary and has the extent's `room`. FtwTruncated
         if the file is absent."""
+        jobs, view = self._jobs(extent, into)
+        return Pending([self._pool.submit(job) for job in jobs], view)
+
+    def read(self, extent: Extent, into: memoryview) -> memoryview:
+        """`submit`, and wait; but this thread reads one of the pieces, for handing it to another
+        takes a tenth of the time that a disk needs for it."""
+        jobs, view = self._jobs(extent, into)
+        own, *others = jobs
+        pending = Pending([self._pool.submit(job) for job in others], view)
+        try:
+            own()
+        finally:
+            view = pending.result()
+        return view
+
+    def _jobs(
+        self, extent: Extent, into: memoryview
+    ) -> tuple[list[Callable[[], None]], memoryview]:
+        """The reads of an extent's pieces, and where in `into` its bytes will be."""
         assert into.format == "B" and len(into) >= extent.room, (into.format, len(into), extent)
         assert _address(into) % RECORD_ALIGNMENT == 0, "the buffer is not on a page boundary"
         descriptor = self._open(extent.path)
         size = extent.room
         count = max(1, min(self.depth, size // self._piece_bytes))
         step = aligned(-(-size // count), RECORD_ALIGNMENT)
-        pieces = []
+        jobs: list[Callable[[], None]] = []
         for begin in range(0, size, step):
             end = min(begin + step, size)
             # Behind the extent's own bytes the file may end.
             needed = min(end, extent.offset + extent.length - extent.start) - begin
             job = (descriptor, into[begin:end], extent.start + begin, needed, extent.path)
-            pieces.append(self._pool.submit(self._read, *job))
+            jobs.append(partial(self._read, *job))
         first = extent.offset - extent.start
-        return Pending(pieces, into[first : first + extent.length])
-
-    def read(self, extent: Extent, into: memoryview) -> memoryview:
-        """`submit`, and wait."""
-        return self.submit(extent, into).result()
+        return jobs, into[first : first + extent.length]
 
     def _read(
         self, descriptor: int, buffer: memoryview, offset: int, needed: int, path: Path

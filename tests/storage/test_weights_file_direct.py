@@ -4,6 +4,7 @@
 import os
 import random
 import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,6 +115,29 @@ def test_m7_a_read_that_cannot_be_completed_is_refused(
         with pytest.raises(FtwTruncated, match="shrinking"):
             reader.read(Extent(shrinking, 9, 100_000), buffer.view)
         assert reader.read(Extent(path, 1, 99), buffer.view) == content[1:100], "and goes on"
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_m7_a_failed_read_leaves_its_buffer_alone(stored: tuple[Path, bytes], broken: int) -> None:
+    """One of three pieces fails, the others are slow: `read` raises only when none of them goes on,
+    whichever thread reads it. Oracle: the pieces that have ended by then."""
+    path, _ = stored
+    ended: list[int] = []
+
+    def slow(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        piece = offset // 40_960
+        if piece == broken:
+            ended.append(piece)
+            return 0
+        time.sleep(0.05)
+        ended.append(piece)
+        return os.preadv(descriptor, buffers, offset)
+
+    buffer = AlignedBuffer(3 * 40_960)
+    with DirectReader(4, piece_bytes=40_960, preadv=slow) as reader:
+        with pytest.raises(FtwTruncated, match="truncated"):
+            reader.read(Extent(path, 0, 3 * 40_960), buffer.view)
+        assert sorted(ended) == [0, 1, 2]
 
 
 def test_m27_direct_reads_take_no_page_faults(tmp_path: Path) -> None:
