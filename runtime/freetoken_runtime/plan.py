@@ -115,11 +115,13 @@ def bytes_of(demands: Sequence[SlotDemand], slots: Sequence[int]) -> int:
     return sum(x.size_bytes * count for x, count in zip(demands, slots, strict=True))
 
 
-def weights_estimate(spec: ModelSpec, config: ResolvedConfig) -> int:
+def weights_estimate(spec: ModelSpec, config: ResolvedConfig, *, experts: bool = True) -> int:
     """Bytes of all weights in memory, known before any is read; an upper bound but for tables
-    that a file holds in a wider form."""
+    that a file holds in a wider form. `experts`: with those that are routed to."""
     total = 0
     for name, shape in spec.parameter_shapes().items():
+        if not experts and ".experts." in name:
+            continue
         exact = name.endswith("router") or (name == "embedding" and not spec.tied_head)
         if len(shape) != 2 or exact:
             total += _FP32 * prod(shape)
