@@ -139,7 +139,7 @@ def next_retries(retries: Mapping[str, int], outcomes: Sequence[ToolOutcome]) ->
 
 async def _outcome(tool: AnyTool, call: ToolCall, context: RunContext[Any]) -> ToolOutcome:
     try:
-        positional, named = tool.reader.read(call.arguments)
+        positional, named = tool.reader.read(tool.name, call.arguments)
         if tool.takes_context:
             positional = [context, *positional]
         with anyio.move_on_after(tool.timeout) as scope:

@@ -46,8 +46,8 @@ class ResultLimit:
             return text, 0
         head = {"head": self.max_chars, "tail": 0, "both": (self.max_chars + 1) // 2}[self.keep]
         end = len(text) - (self.max_chars - head)
-        note = f"[{gone:,} of {len(text):,} characters were left out here. {self.hint}]".strip()
-        parts = (text[:head], note, text[end:])
+        said = f"{gone:,} of {len(text):,} characters were left out here. {self.hint}".strip()
+        parts = (text[:head], f"[{said}]", text[end:])
         return "\n".join(part for part in parts if part), gone
 
 

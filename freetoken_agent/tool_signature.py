@@ -31,9 +31,11 @@ _VARIADIC = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWOR
 class ArgumentReader(Protocol):
     """From the arguments a model wrote to those of a Python call."""
 
-    def read(self, arguments: Mapping[str, Any] | str) -> tuple[list[Any], dict[str, Any]]:
+    def read(
+        self, tool: str, arguments: Mapping[str, Any] | str
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments, all of them fresh values. ModelRetry, with a text for
-        the model, where they are not valid."""
+        the model that knows the tool by this name, where they are not valid."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,20 @@ class _Parameter:
 class SignatureReader:
     """Validates by pydantic, after coercion led by the schema."""
 
-    tool: str
     schema: Mapping[str, Any]
     model: type[BaseModel]
     parameters: tuple[_Parameter, ...]
 
-    def read(self, arguments: Mapping[str, Any] | str) -> tuple[list[Any], dict[str, Any]]:
-        value = coerce(as_object(self.tool, arguments), self.schema, self.schema)
+    def read(
+        self, tool: str, arguments: Mapping[str, Any] | str
+    ) -> tuple[list[Any], dict[str, Any]]:
+        value = coerce(as_object(tool, arguments), self.schema, self.schema)
         try:
             # As JSON: what JSON has no type for is read from text, and nothing is shared.
             read_in = self.model.model_validate_json(json.dumps(value))
         except ValidationError as error:
             problems = problems_in(error, value, self.schema)
-            raise invalid_arguments(self.tool, problems) from error
+            raise invalid_arguments(tool, problems) from error
         positional: list[Any] = []
         named: dict[str, Any] = {}
         for parameter in self.parameters:
@@ -138,7 +141,7 @@ def read_signature(
         del parameters[0]
     read_in = [_parameter(tool, number, one, hints) for number, one in enumerate(parameters)]
     model, schema = _model(tool, read_in, documentation)
-    return Signature(SignatureReader(tool, schema, model, tuple(read_in)), takes_context)
+    return Signature(SignatureReader(schema, model, tuple(read_in)), takes_context)
 
 
 def _open_parameters(tool: str, function: Callable[..., Any]) -> Iterator[inspect.Parameter]:

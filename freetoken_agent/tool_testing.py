@@ -2,7 +2,7 @@
 """Calls a tool the way a run does, for tests of tools alone: no weights, no agent, no script."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from .run_context import RunContext
 from .segments import Usage
@@ -24,10 +24,11 @@ async def call_tool(
     """What the model would see of a call with these arguments, which are read and checked like a
     model's. The tool's `RunContext` has `deps`, `retry`, and `session` or an empty one."""
     tool = as_tool(function)
-    if session is None:
+    if session is None and tool.takes_context:
         with Store(":memory:") as store:
             session = store.create("tool-test", ScriptedModel())
             return await call_tool(tool, arguments, deps=deps, session=session, retry=retry)
     usage = Usage(input_tokens=0, reused_tokens=0, prefill_tokens=0)
-    context = RunContext(deps=deps, session=session, usage=usage, retry=retry)
+    unseen = cast(Session, session)  # None only where the tool asks for no context
+    context = RunContext(deps=deps, session=unseen, usage=usage, retry=retry)
     return await execute(tool, ToolCall("call00000", tool.name, arguments), context)

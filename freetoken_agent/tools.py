@@ -127,7 +127,7 @@ class Tool(Generic[P, R]):
             description=chosen.pop("description", ""),
             parameters=frozen(schema),
             function=function,
-            reader=_SchemaReader(name, schema),
+            reader=_SchemaReader(schema),
             **chosen,
         )
 
@@ -279,11 +279,12 @@ def _is_valid(key: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _SchemaReader:
-    tool: str
     schema: Mapping[str, Any]
 
-    def read(self, arguments: Mapping[str, Any] | str) -> tuple[list[Any], dict[str, Any]]:
-        value = coerce(as_object(self.tool, arguments), self.schema, self.schema)
+    def read(
+        self, tool: str, arguments: Mapping[str, Any] | str
+    ) -> tuple[list[Any], dict[str, Any]]:
+        value = coerce(as_object(tool, arguments), self.schema, self.schema)
         known = self.schema.get("properties", {})
         problems = [
             f"- {key}: is missing" for key in self.schema.get("required", ()) if key not in value
@@ -296,5 +297,5 @@ class _SchemaReader:
                 if key not in known
             ]
         if problems:
-            raise invalid_arguments(self.tool, "\n".join(problems))
+            raise invalid_arguments(tool, "\n".join(problems))
         return [value], {}

@@ -58,12 +58,13 @@ class Toolbox:
                     f"tool {one.name!r} is a method without its instance",
                     remedy=f"pass instance.{one.name}",
                 )
-            if by_name.setdefault(one.name, one) is not one:
+            if one.name in by_name:
                 raise ToolNameTaken(
                     "two tools have one name",
                     value=one.name,
                     remedy="give one of them another name=, or its toolset a prefix",
                 )
+            by_name[one.name] = one
         for name in self.allowed or ():
             if name not in by_name:
                 raise InvalidTool(
