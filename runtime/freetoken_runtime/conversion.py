@@ -2,13 +2,13 @@
 """From any weight source to an FTW folder, one matrix at a time.
 
 What is stored together follows from how layers ask for their weights: their modules are built once
-with stand-ins that remember it. Then each record is read, quantised in slices of rows, and written;
-at most one matrix is in memory.
+with stand-ins that remember it. Then each record is read and quantised in slices of rows, and
+written; at most one matrix is in memory.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, groupby
 from math import prod
@@ -29,14 +29,12 @@ from .ftw_weights import (
 )
 from .kernels.int4_linear import cpu as int4
 from .kernels.int4_linear.cpu import PackedInt4
-from .kernels.int8_linear import cpu as int8
 from .kernels.int8_linear.cpu import PackedInt8
-from .kernels.integers import Int4Values, quantise_int4, quantise_int8, stack_int4
 from .layers.embedding import TableEmbedding
 from .layers.linear import DenseLinear, Linear
 from .memory import return_freed_memory
 from .spec_records import describe
-from .weight_source import Matrix, Quant, WeightSource
+from .weight_source import Matrix, Quant, WeightSource, in_slices
 from .weights import INT4_GROUP, Builder, open_source, usable_quant
 
 # What of a Hugging Face folder goes along: the configuration, the tokenizer and its template.
@@ -50,7 +48,7 @@ SIDE_FILES = (
 )
 _CONVERTER = 1  # to be raised when other bytes follow from the same source
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SLICE_ELEMENTS = 4 << 20
+_MANY_ELEMENTS = 4 << 20  # of a record: what was allocated for it goes back to the system
 Progress = Callable[[int, int], None]  # weights done, weights in total
 
 
@@ -207,7 +205,7 @@ def _write_all(plan: Plan, writer: WeightsWriter) -> Iterator[int]:
             with writer.record(record) as out:
                 for unit in units:
                     _UnitWriter(plan, unit, out).write()
-            if elements > _SLICE_ELEMENTS:
+            if elements > _MANY_ELEMENTS:
                 return_freed_memory()
         done += elements
         yield done
@@ -247,12 +245,15 @@ class _UnitWriter:
             fields = {"weight": matrix}
         for kind, tensor in fields.items():
             self._begin(kind, tensor.dtype, tuple(tensor.shape))
-            for rows in _slices(tensor):
+            for rows in in_slices(tensor):
                 self._append(rows)
 
     def _write_dense(self) -> None:
         names = self.unit.names
-        slices = self._rows()
+        if len(self.plan.shapes[names[0]]) == 2:
+            slices = (rows for _, rows in self.plan.reader.rows(names))
+        else:
+            slices = (self.plan.read(name) for name in names)
         first = next(slices)
         dtypes = [self.plan.source.dtype(name) for name in names[1:]]
         dtype = reduce(torch.promote_types, dtypes, first.dtype)
@@ -265,43 +266,20 @@ class _UnitWriter:
     def _write_int8(self) -> None:
         self._begin_next("values")
         scales = []
-        for name, rows in self._named_rows():
-            packed = int8.pack(self.plan.losses.add(name, rows, quantise_int8(rows)))
-            self._append(packed.values)
-            scales.append(packed.scales)
+        for part in self.plan.reader.int8_parts(self.unit.names):
+            self._append(part.values)
+            scales.append(part.scales)
         self._begin_next("scales")
         self._append(torch.cat(scales))
 
     def _write_int4(self) -> None:
         self._begin_next("packed")
         scales_zeros = []
-        for values in _in_blocks(self._int4_slices()):
-            packed = int4.pack(values)
-            self._append(packed.packed)
-            scales_zeros.append(packed.scales_zeros)
+        for part in self.plan.reader.int4_parts(self.unit.names):
+            self._append(part.packed)
+            scales_zeros.append(part.scales_zeros)
         self._begin_next("scales_zeros")
         self._append(torch.cat(scales_zeros, 1))
-
-    def _rows(self) -> Iterator[torch.Tensor]:
-        return (rows for _, rows in self._named_rows())
-
-    def _named_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self.unit.names:
-            tensor = self.plan.read(name)
-            for rows in _slices(tensor):
-                yield name, rows
-            del tensor  # before the next one is read
-
-    def _int4_slices(self) -> Iterator[Int4Values]:
-        for name in self.unit.names:
-            stored = self.plan.stored_int4(name)
-            if stored is not None:
-                yield stored
-                continue
-            tensor = self.plan.read(name)
-            for rows in _slices(tensor):
-                yield self.plan.losses.add(name, rows, quantise_int4(rows, INT4_GROUP))
-            del tensor
 
     def _begin_next(self, kind: str) -> None:
         """Begin a field of the quantised form, as its readers expect it."""
@@ -316,29 +294,3 @@ class _UnitWriter:
     def _append(self, tensor: torch.Tensor) -> None:
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
         self.out.write(flat.numpy().data)
-
-
-def _slices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows in slices, so that temporaries stay small beside a large matrix."""
-    return torch.split(tensor, max(1, _SLICE_ELEMENTS // prod(tensor.shape[1:])))
-
-
-def _in_blocks(parts: Iterable[Int4Values]) -> Iterator[Int4Values]:
-    """The same rows in parts of whole blocks of the packed form, but for the last part."""
-    pending: Int4Values | None = None
-    for part in parts:
-        pending = part if pending is None else stack_int4([pending, part])
-        rows = len(pending.values)
-        whole = rows - rows % int4.BLOCK
-        step = max(1, _SLICE_ELEMENTS // pending.values.shape[1] // int4.BLOCK) * int4.BLOCK
-        for start in range(0, whole, step):
-            yield _int4_rows(pending, slice(start, min(start + step, whole)))
-        pending = _int4_rows(pending, slice(whole, rows))
-    if pending is not None and len(pending.values):
-        yield pending
-
-
-def _int4_rows(values: Int4Values, rows: slice) -> Int4Values:
-    return replace(
-        values, values=values.values[rows], scales=values.scales[rows], zeros=values.zeros[rows]
-    )

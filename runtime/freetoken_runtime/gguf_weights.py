@@ -4,7 +4,7 @@
 Only the rows that a parameter takes are read, so that one expert costs its own bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from .gguf_blocks import FLOATS, TYPES, dequantise, groups, row_bytes
 from .gguf_config import ROPE_FACTORS, read_gguf_spec
 from .gguf_header import TensorInfo, read_header
 from .gguf_names import gguf_names
-from .weight_source import Groups, Stored, WeightSource, in_one_run
+from .weight_source import SLICE_ELEMENTS, Groups, Stored, WeightSource, in_one_run
 
 
 class GgufFile(WeightSource):
@@ -69,6 +69,14 @@ class GgufFile(WeightSource):
             return stored.take(whole).clone(memory_format=torch.contiguous_format)
         taken = dequantise(info.kind, self._rows(info, rows.flatten()))
         return taken.view(*rows.shape, info.shape[-1])
+
+    def _read_slices(self, name: str, stored: Stored) -> Iterator[torch.Tensor]:
+        info, rows = self._tensors[stored.tensor], stored.rows()
+        if rows is None or info.shape[-1] != self._shapes[name][-1]:
+            yield from super()._read_slices(name, stored)
+            return
+        for some in torch.split(rows.flatten(), max(1, SLICE_ELEMENTS // info.shape[-1])):
+            yield dequantise(info.kind, self._rows(info, some))
 
     def _read_groups(self, name: str, stored: Stored) -> Groups | None:
         info, rows = self._tensors[stored.tensor], stored.rows()

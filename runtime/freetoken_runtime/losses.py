@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is lost when weights that are stored quantised are held in another form."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import TypeVar
@@ -17,12 +17,17 @@ Held = TypeVar("Held", torch.Tensor, Int8Values, Int4Values)
 
 @dataclass(frozen=True)
 class _Loss:
-    """Squares, summed over some matrices; the largest loss of one of them, and its name."""
+    """Squares, summed over weights: of what was lost, and of what there was."""
 
-    error: float
-    weight: float
-    worst: float
-    name: str
+    error: float = 0.0
+    weight: float = 0.0
+
+    def __add__(self, other: "_Loss") -> "_Loss":
+        return _Loss(self.error + other.error, self.weight + other.weight)
+
+    @property
+    def relative(self) -> float:
+        return sqrt(self.error / self.weight) if self.weight else 0.0
 
 
 class Losses:
@@ -31,10 +36,10 @@ class Losses:
 
     def __init__(self, stored_format: Callable[[str], str | None]) -> None:
         self._stored_format = stored_format
-        self._sums: dict[tuple[str, str], _Loss] = {}
+        self._sums: dict[tuple[str, str], dict[str, _Loss]] = {}  # of matrices, by name
 
     def add(self, name: str, exact: torch.Tensor | Groups, held: Held) -> Held:
-        """A matrix, or rows of it, as it is stored and as it is held, which is returned."""
+        """A matrix, or some of its rows, as it is stored and as it is held, which is returned."""
         form = self._stored_format(name)
         if form is None:
             return held
@@ -46,23 +51,22 @@ class Losses:
             whole = _exact(exact, part)
             error += float((whole - _held(held, part)).square().sum(dtype=torch.float64))
             weight += float(whole.square().sum(dtype=torch.float64))
-        key = (form, _name(held))
-        before = self._sums.get(key, _Loss(0.0, 0.0, -1.0, name))
-        worst, worst_name = max((before.worst, before.name), (_relative(error, weight), name))
-        self._sums[key] = _Loss(before.error + error, before.weight + weight, worst, worst_name)
+        sums = self._sums.setdefault((form, _name(held)), {})
+        sums[name] = sums.get(name, _Loss()) + _Loss(error, weight)
         return held
 
     def notes(self) -> tuple[str, ...]:
         """A sentence each: how much of the norm of the weights the difference is."""
         return tuple(
-            f"{form} became {held}: {_relative(loss.error, loss.weight):.2%} of the weights' norm "
-            f"lost, at most {loss.worst:.2%} ({loss.name})"
-            for (form, held), loss in sorted(self._sums.items())
+            _sentence(form, held, losses) for (form, held), losses in sorted(self._sums.items())
         )
 
 
-def _relative(error: float, weight: float) -> float:
-    return sqrt(error / weight) if weight else 0.0
+def _sentence(form: str, held: str, losses: Mapping[str, _Loss]) -> str:
+    whole = sum(losses.values(), _Loss()).relative
+    worst = max(losses, key=lambda name: losses[name].relative)
+    most = f"{losses[worst].relative:.2%} ({worst})"
+    return f"{form} became {held}: {whole:.2%} of the weights' norm lost, at most {most}"
 
 
 def _num_rows(exact: torch.Tensor | Groups) -> int:

@@ -6,7 +6,7 @@ Files are mapped, tensors copied out of the mapping one at a time.
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from .errors import (
 )
 from .models.registry import read_family
 from .quantised.config import read_scheme
-from .quantised.tensors import Entry, QuantisedTensor, Scheme
-from .weight_source import Groups, Names, Stored, StoredAt, WeightSource
+from .quantised.tensors import Entry, QuantisedTensor, Scheme, picked
+from .weight_source import SLICE_ELEMENTS, Groups, Names, Stored, StoredAt, WeightSource
 
 INDEX_NAME = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -98,6 +98,17 @@ class SafetensorsFolder(WeightSource):
         tensor: torch.Tensor = self._handles[stored].get_tensor(stored)
         return tensor
 
+    def _floats(self, stored: str) -> torch.Tensor:
+        """The same of a tensor that is not quantised."""
+        tensor = self._tensor(stored)
+        if tensor.dtype not in _FLOATS:
+            raise UnsupportedQuantization(
+                f"tensor {stored!r} in {self.path} is stored in a dtype that is not supported",
+                value=str(tensor.dtype),
+                limit="float32, bfloat16, float16, float64",
+            )
+        return tensor
+
     def _stored_dtype(self, name: str, stored: Stored) -> torch.dtype:
         if stored.tensor in self._quantised:
             return torch.float32
@@ -111,15 +122,20 @@ class SafetensorsFolder(WeightSource):
         quantised = self._quantised.get(stored.tensor)
         if quantised is not None:
             return self._dequantise(quantised, stored)
-        tensor = self._tensor(stored.tensor)
-        if tensor.dtype not in _FLOATS:
-            raise UnsupportedQuantization(
-                f"tensor {stored.tensor!r} in {self.path} is stored in a dtype that is not "
-                "supported",
-                value=str(tensor.dtype),
-                limit="float32, bfloat16, float16, float64",
-            )
+        tensor = self._floats(stored.tensor)
         return stored.take(tensor).clone(memory_format=torch.contiguous_format)
+
+    def _read_slices(self, name: str, stored: Stored) -> Iterator[torch.Tensor]:
+        quantised, width = self._quantised.get(stored.tensor), stored.shape[-1]
+        rows = stored.rows()
+        if rows is None or width != self._shapes[name][-1]:
+            yield from super()._read_slices(name, stored)
+            return
+        for some in torch.split(rows.flatten(), max(1, SLICE_ELEMENTS // width)):
+            if quantised is not None:
+                yield quantised.dequantise(self._tensor, some)
+            else:
+                yield picked(self._floats(stored.tensor).view(-1, width), some).clone()
 
     def _dequantise(self, quantised: QuantisedTensor, stored: Stored) -> torch.Tensor:
         rows = stored.rows()

@@ -16,8 +16,7 @@ the same values too. Routers are random; what they take is as uneven as with tra
 
 import json
 import os
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from .errors import UnsupportedConfig
 from .models.registry import read_family
 from .safetensors_weights import INDEX_NAME
+from .safetensors_writer import write_safetensors
 from .spec import MAX_LAYERS, ModelSpec
 from .specs.attention import AttentionSpec
 from .specs.mlp import MlpSpec
@@ -189,29 +189,6 @@ def _weights(source: WeightSource, recipe: Recipe, shard: list[str]) -> Iterator
             yield dense[origin][:, order] if part == "down" else dense[origin][order]
         else:
             yield source.read(name).float()
-
-
-def write_safetensors(
-    file: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterator[torch.Tensor]
-) -> Iterator[int]:
-    """Write fp32 tensors one after another, in the order of `shapes`, yielding the bytes of each;
-    the file is durable when the iterator ends. The library's own writer wants all of them at once.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + 4 * prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
-    with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for shape, tensor in zip(shapes.values(), tensors, strict=True):
-            assert tuple(tensor.shape) == shape and tensor.dtype is torch.float32, shape
-            yield out.write(tensor.contiguous().numpy().data.cast("B"))
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def _write_durably(path: Path, content: bytes) -> None:

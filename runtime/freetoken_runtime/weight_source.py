@@ -2,7 +2,7 @@
 """What loading needs of weight files, whatever their format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -20,6 +20,9 @@ from .spec import ModelSpec
 
 Shape = tuple[int, ...]
 Quant = Literal["int8", "int4"]
+SLICE_ELEMENTS = (
+    1 << 18
+)  # of a matrix that is read some rows at a time: larger ones stay with malloc
 # A matrix [out, in] as its kernel takes it.
 Matrix = torch.Tensor | PackedInt8 | PackedInt4
 
@@ -72,6 +75,11 @@ def in_one_run(rows: torch.Tensor) -> slice | None:
     first, count = int(rows[0]), len(rows)
     run = torch.equal(rows, torch.arange(first, first + count))
     return slice(first, first + count) if run else None
+
+
+def in_slices(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows [n, …], at most SLICE_ELEMENTS elements at a time, but at least a row."""
+    return torch.split(rows, max(1, SLICE_ELEMENTS // prod(rows.shape[1:])))
 
 
 # Ways to store a parameter, the preferred one first; each is a number of pieces, concatenated
@@ -139,6 +147,10 @@ class WeightSource(ABC):
     def _read(self, name: str, stored: Stored) -> torch.Tensor:
         """What a parameter takes of a stored tensor, in memory of its own."""
 
+    def _read_slices(self, name: str, stored: Stored) -> Iterator[torch.Tensor]:
+        """What a matrix takes of a stored tensor, some rows at a time."""
+        yield from in_slices(self._read(name, stored).reshape(-1, self._shapes[name][1]))
+
     def _read_groups(self, name: str, stored: Stored) -> Groups | None:
         return None
 
@@ -183,6 +195,12 @@ class WeightSource(ABC):
         parts = [self._read(name, piece) for piece in self._pieces[name]]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.reshape(self._shapes[name])
+
+    def read_slices(self, name: str) -> Iterator[torch.Tensor]:
+        """The rows of a matrix as `read` returns them, some at a time."""
+        self._take(name)
+        for piece in self._pieces[name]:
+            yield from self._read_slices(name, piece)
 
     def read_groups(self, name: str) -> Groups | None:
         """A 4-bit matrix as stored, or None if it is not stored so (then `read` it)."""

@@ -12,24 +12,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from .config import ResolvedConfig
-from .errors import ModelNotFound, UnsupportedQuantization, WeightsDamaged
+from .errors import ModelNotFound, UnsupportedQuantization
 from .experts.choice import disk_tier, has_experts, own_form, ram_tier
 from .experts.records import ExpertForm
 from .experts.store import ExpertStore
 from .ftw_weights import FtwFolder, is_ftw
 from .gguf_weights import GgufFile
 from .kernels.dense_linear.cpu import has_onednn
-from .kernels.int4_linear import cpu as int4
-from .kernels.int8_linear import cpu as int8
-from .kernels.integers import (
-    Int4Values,
-    Int8Values,
-    int4_from_groups,
-    quantise_int4,
-    quantise_int8,
-    stack_int4,
-    stack_int8,
-)
 from .layers import attention, gated_delta, kda, mamba, mla, mlp, moe, parallel, short_conv
 from .layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from .layers.expert import Experts
@@ -49,6 +38,7 @@ from .specs.mamba import Mamba2Spec
 from .specs.mlp import MlpSpec
 from .specs.moe import MoeSpec
 from .specs.parallel import ParallelSpec
+from .weight_reader import WeightReader
 from .weight_source import Matrix, Quant, WeightSource
 
 INT4_GROUP = 32  # as in GGUF; larger groups are no faster (docs/decisions/0012-int4.md)
@@ -200,9 +190,8 @@ def _starred(name: str) -> str:
 
 
 class Builder:
-    """Builds layers from a source, one matrix at a time, so that at most one is held twice.
-    Mutable: `formats` and `notes` collect what it did. `make`, `tensor` and `table` are all that
-    takes weights."""
+    """Builds layers from a source, and of each matrix some rows at a time. Mutable: `formats` and
+    `notes` collect what it did. `make`, `tensor` and `table` are all that takes weights."""
 
     def __init__(
         self, source: WeightSource, dtype: Dtype, quant: Quant | None, offload: Offload = "none"
@@ -210,6 +199,7 @@ class Builder:
         self.formats: dict[str, str] = {}
         self.notes: list[str] = []
         self.losses = Losses(source.stored_format)
+        self.reader = WeightReader(source, self.losses, INT4_GROUP)
         self.store = ExpertStore(offload)  # of experts that do not stay in memory
         self._source = source
         self._dtype = torch.float32 if dtype == "float32" else torch.bfloat16
@@ -305,40 +295,10 @@ class Builder:
 
     def _matrix(self, names: list[str], quant: Quant | None) -> Matrix:
         if quant == "int8":
-            return int8.pack(stack_int8([self.int8_values(name) for name in names]))
+            return self.reader.int8(names)
         if quant == "int4":
-            return int4.pack(stack_int4([self.int4_values(name) for name in names]))
-        shapes = [self._source.shape(name) for name in names]
-        weight = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self._dtype)
-        slices = torch.split(weight, [rows for rows, _ in shapes])
-        for name, rows in zip(names, slices, strict=True):
-            exact = self.read(name)
-            rows.copy_(exact)
-            if self._dtype is not torch.float32:
-                self.losses.add(name, exact, rows)
-        return weight
-
-    def int8_values(self, name: str) -> Int8Values:
-        exact = self.read(name)
-        return self.losses.add(name, exact, quantise_int8(exact))
-
-    def int4_values(self, name: str) -> Int4Values:
-        values = self.stored_int4(name)
-        if values is not None:
-            return values
-        exact = self.read(name)
-        return self.losses.add(name, exact, quantise_int4(exact, INT4_GROUP))
-
-    def stored_int4(self, name: str) -> Int4Values | None:
-        """A matrix whose integers are in the file; None if they are not."""
-        groups = self._source.read_groups(name)
-        if groups is None:
-            return None
-        assert groups.size == INT4_GROUP, groups.size
-        self._check_finite(name, groups.scales)
-        self._check_finite(name, groups.minimums)
-        values = int4_from_groups(groups.values, groups.scales, groups.minimums, groups.size)
-        return self.losses.add(name, groups, values)
+            return self.reader.int4(names)
+        return self.reader.dense(names, self._dtype)
 
     def _bias(self, names: list[str]) -> torch.Tensor | None:
         biases = [f"{name}.bias" for name in names]
@@ -348,21 +308,7 @@ class Builder:
 
     def read(self, name: str) -> torch.Tensor:
         """A parameter in fp32, bf16 or fp16. WeightsDamaged if it is not finite."""
-        tensor = self._source.read(name)
-        if tensor.dtype is torch.float64:
-            tensor = tensor.float()  # before it is checked: what is too large becomes infinite
-        if not self._source.finite:
-            self._check_finite(name, tensor)
-        return tensor
-
-    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
-        """WeightsDamaged for NaN or infinity, which integers would hide."""
-        low, high = torch.aminmax(tensor)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise WeightsDamaged(
-                f"weight {name!r} in {self._source.path} is not finite",
-                value=f"{float(low)} to {float(high)}",
-            )
+        return self.reader.read(name)
 
 
 @dataclass(frozen=True)

@@ -80,3 +80,18 @@ def test_columns_that_fill_groups_up_do_not_count() -> None:
     restored = steps * held.scales[..., None].float() + held.zeros[..., None].float()
     lost = relative(exact, restored.view(10, 64)[:, :45])
     assert losses.notes()[0].startswith(f"float8 became int4 in groups of 32: {lost:.2%} of")
+
+
+def test_a_matrix_in_slices_loses_what_it_loses_as_a_whole() -> None:
+    """Oracle: the same matrices, each added at once. The worst is a matrix, never a slice: one bad
+    row of `a` does not make `a` worse than `b`."""
+    a, b = random_matrix(40, 32, 3), random_matrix(40, 32, 4)
+    a[7] *= torch.logspace(-4, 4, 32)
+    held = {name: quantise_int8(x).values * 0.02 for name, x in (("a", a), ("b", b))}
+    whole, sliced = Losses(lambda name: "Q6_K"), Losses(lambda name: "Q6_K")
+    for name, exact in (("a", a), ("b", b)):
+        whole.add(name, exact, held[name])
+        for start in range(0, 40, 3):
+            rows = slice(start, start + 3)
+            sliced.add(name, exact[rows], held[name][rows])
+    assert sliced.notes() == whole.notes()
