@@ -6,6 +6,7 @@ depend on the version of pydantic or on hash seeds, and what only repeats names 
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,63 @@ class _Generator(GenerateJsonSchema):
 def schema_of(adapter: TypeAdapter[Any]) -> dict[str, Any]:
     """The schema of what a type accepts, in our order. Objects whose further keys would be ignored
     are closed. pydantic's PydanticUserError where JSON has no such type."""
-    return ordered(adapter.json_schema(schema_generator=_Generator), close=True)
+    return ordered(inlined(adapter.json_schema(schema_generator=_Generator)), close=True)
+
+
+def inlined(schema: Schema) -> dict[str, Any]:
+    """The same schema with definitions where they are used: many chat templates look for `type` and
+    `enum` there. Recursive ones stay apart, and records that are used more than once."""
+    definitions: Mapping[str, Schema] = schema.get("$defs", {})
+    uses = Counter(_references(schema))
+    apart = {
+        name
+        for name, inner in definitions.items()
+        if _reaches(inner, name, definitions) or (uses[name] > 1 and "properties" in inner)
+    }
+
+    def placed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [placed(one) for one in part]
+        if not isinstance(part, Mapping):
+            return part
+        name = _reference(part)
+        if name in definitions and name not in apart:
+            said = {key: value for key, value in part.items() if key != "$ref"}
+            return placed({**definitions[name], **said})
+        return {key: placed(value) for key, value in part.items()}
+
+    rest = {key: placed(value) for key, value in schema.items() if key != "$defs"}
+    if apart:
+        rest["$defs"] = {name: placed(definitions[name]) for name in apart}
+    return rest
+
+
+def _reference(part: Mapping[str, Any]) -> str:
+    reference = part.get("$ref")
+    return reference.removeprefix("#/$defs/") if isinstance(reference, str) else ""
+
+
+def _references(part: Any) -> Iterator[str]:
+    """The names of definitions that are referred to, as often as they are."""
+    if isinstance(part, Mapping):
+        yield from filter(None, [_reference(part)])
+    for one in part.values() if isinstance(part, Mapping) else part:
+        if isinstance(one, Mapping | list):
+            yield from _references(one)
+
+
+def _reaches(schema: Schema, name: str, definitions: Mapping[str, Schema]) -> bool:
+    """Whether a schema refers to a definition, also through others."""
+    seen: set[str] = set()
+    ahead = list(_references(schema))
+    while ahead:
+        one = ahead.pop()
+        if one == name:
+            return True
+        if one not in seen:
+            seen.add(one)
+            ahead += _references(definitions.get(one, {}))
+    return False
 
 
 def ordered(schema: Schema, *, close: bool = False) -> dict[str, Any]:

@@ -154,8 +154,15 @@ async def _outcome(tool: AnyTool, call: ToolCall, context: RunContext[Any]) -> T
         return ToolOutcome(call, whole_text(str(error)), "failed", exception=error)
     except Exception as error:  # noqa: BLE001 - a user's tool may raise anything; the run goes on
         _log.warning("tool %s raised %s", tool.name, type(error).__name__, exc_info=error)
-        told = whole_text(f"{type(error).__name__}: {error}".removesuffix(": "))
-        return ToolOutcome(call, told, "raised", exception=error)
+        return ToolOutcome(call, _named(error), "raised", exception=error)
+
+
+def _named(error: Exception) -> str:
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001 - its class may be as faulty as the tool
+        said = ""
+    return whole_text(f"{type(error).__name__}: {said}" if said else type(error).__name__)
 
 
 def _retried(call: ToolCall, context: RunContext[Any], error: ModelRetry) -> ToolOutcome:
@@ -169,7 +176,8 @@ def _retried(call: ToolCall, context: RunContext[Any], error: ModelRetry) -> Too
 async def _call(function: "partial[Any]") -> Any:
     if _is_async(function.func):
         return await function()
-    value = await anyio.to_thread.run_sync(function, abandon_on_cancel=True)
+    own = anyio.CapacityLimiter(1)  # no tool waits for a thread that another one holds
+    value = await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=own)
     # A plain function may hand out a coroutine, as a lambda around an async one does.
     return await value if inspect.isawaitable(value) else value
 

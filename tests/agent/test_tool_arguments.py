@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator
 from pydantic import AfterValidator, BaseModel, Field
 
 from freetoken_agent import ModelRetry, Session, Store, Tool, ToolCall, tool

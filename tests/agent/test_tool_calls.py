@@ -155,7 +155,7 @@ async def test_tool_failed_is_an_error_result() -> None:
 
 class Strange(Exception):
     def __str__(self) -> str:
-        return ""
+        raise ValueError("not even this")
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,7 @@ class Strange(Exception):
         (TimeoutError("socket"), "TimeoutError: socket"),
         (StopIteration(3), "RuntimeError: "),
         (Strange(), "Strange"),
+        (ValueError(), "ValueError"),
         (ExceptionGroup("two", [ValueError("a")]), "ExceptionGroup: two (1 sub-exception)"),
         (OSError(2, "gone \ud800"), "FileNotFoundError: [Errno 2] gone \ufffd"),
         (RecursionError("deep"), "RecursionError: deep"),
@@ -306,17 +307,18 @@ async def test_s47_one_failure_among_parallel_calls_loses_nothing(context: RunCo
 
 
 async def test_threads_run_at_the_same_time(context: RunContext[str]) -> None:
-    """Four blocking tools that meet at a barrier; it would break if one waited for another."""
-    barrier = threading.Barrier(4, timeout=30)
+    """Blocking tools that meet at a barrier, more than anyio's pool has threads; it would break if
+    one waited for another."""
+    barrier = threading.Barrier(45, timeout=30)
 
     @tool
     def meet(n: int) -> int:
         barrier.wait()
         return n
 
-    calls = [call("meet", n, n=n) for n in range(4)]
+    calls = [call("meet", n, n=n) for n in range(45)]
     outcomes = await run_calls(Toolbox([meet]), calls, context)
-    assert [o.text for o in outcomes] == ["0", "1", "2", "3"]
+    assert [o.text for o in outcomes] == [str(n) for n in range(45)]
 
 
 async def test_each_call_is_announced_before_it_starts(context: RunContext[str]) -> None:

@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Annotated, Any, Literal, NotRequired
 
 import pytest
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
@@ -297,7 +297,7 @@ async def test_types_become_schemas_and_values(hint: Any, written: Any, expected
 
 
 def test_a_schema_is_written_out() -> None:
-    """Oracle: the schema by hand: order of keys, closed objects, definitions, no titles."""
+    """Oracle: the schema by hand: order of keys, closed objects, types in place, no titles."""
 
     @tool
     def visit(
@@ -333,23 +333,43 @@ def test_a_schema_is_written_out() -> None:
         "required": ["start"],
         "additionalProperties": False,
     }
+    unit = {"type": "string", "description": "Of temperature.", "enum": ["c", "k"]}
     expected = {
         "type": "object",
         "properties": {
-            "where": {"$ref": "#/$defs/Place", "description": "The place."},
-            "span": {"anyOf": [{"$ref": "#/$defs/Span"}, {"type": "null"}], "default": None},
-            "unit": {"$ref": "#/$defs/Unit", "default": "k"},
+            "where": {**place, "description": "The place."},
+            "span": {"anyOf": [span, {"type": "null"}], "default": None},
+            "unit": {**unit, "default": "k"},
             "note": {"type": "string", "description": "Own.", "maxLength": 9, "default": "-"},
         },
         "required": ["where"],
         "additionalProperties": False,
-        "$defs": {
-            "Place": place,
-            "Span": span,
-            "Unit": {"type": "string", "description": "Of temperature.", "enum": ["c", "k"]},
-        },
     }
     assert json.dumps(visit.parameters) == json.dumps(expected)  # also the order of keys
+
+
+def test_only_what_must_be_defined_apart_is() -> None:
+    """A recursive type, and a record that is used twice; an enum is written where it is used."""
+
+    class Both(BaseModel):
+        place: Place
+        other: Place | None = None
+        units: list[Unit] = []
+
+    @tool
+    def go(both: Both, node: Node, unit: Unit) -> None: ...
+
+    schema = json.loads(json.dumps(go.parameters))
+    assert list(schema["$defs"]) == ["Node", "Place"]
+    both = schema["properties"]["both"]
+    assert both["properties"]["place"] == {"$ref": "#/$defs/Place"}
+    assert both["properties"]["units"]["items"]["enum"] == ["c", "k"]
+    assert schema["properties"]["node"] == {"$ref": "#/$defs/Node"}
+    assert schema["properties"]["unit"]["enum"] == ["c", "k"]
+    good = {"both": {"place": {"lat": 1}}, "node": {"value": 1, "children": []}, "unit": "c"}
+    assert Draft202012Validator(schema).is_valid(good)
+    bad = {**good, "node": {"value": 1, "children": [{"value": "x"}]}}
+    assert not Draft202012Validator(schema).is_valid(bad)
 
 
 def test_names_of_pydantic_are_names_of_parameters() -> None:
