@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from .binding import Binding
     from .catalog import ModelNotFound
+    from .constraint import UnsupportedSchema
     from .errors import (
         FrameNotEditable,
         GenerationConflict,
@@ -127,6 +128,7 @@ _MODULES = {
     ),
     ".binding": ("Binding",),
     ".catalog": ("ModelNotFound",),
+    ".constraint": ("UnsupportedSchema",),
     ".errors": (
         "FrameNotEditable",
         "GenerationConflict",
@@ -280,6 +282,7 @@ __all__ = [
     "Turn",
     "UnknownOption",
     "UnsupportedContent",
+    "UnsupportedSchema",
     "Usage",
     "WriteFailed",
     "tool",

@@ -123,5 +123,8 @@ class ByteTokenizer:
         decoder = self.stream(after=after)
         return "".join(map(decoder.feed, ids)) + decoder.flush()
 
+    def piece(self, token_id: int) -> bytes:
+        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+
     def is_control(self, token_id: int) -> bool:
         return token_id >= 256

@@ -11,6 +11,7 @@ from freetoken_storage.errors import BranchNotFound, SessionConflict
 from . import views
 from .branch import Branch, StepGroup
 from .codec import BranchBody, pack_branch
+from .dialect import parse_tools
 from .errors import GenerationConflict, NothingToGenerate
 from .forks import create_named
 from .handle import Handle, why_closed
@@ -76,6 +77,22 @@ class Draft:
     def branch(self) -> str:
         """The branch that is written: another one than it began on after a conflict."""
         return self._branch.name
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tool schemas that the path offers."""
+        found = [place.body.content for place in self._base.places if place.kind == "tools"]
+        return parse_tools(found[0]) if found else []
+
+    @property
+    def place(self) -> Literal["start", "thinking", "text"]:
+        """Where the model begins to write: at the start of its turn or behind a thought, inside a
+        thought, or in a text that goes on."""
+        if self.kind == "thinking":
+            return "thinking"
+        last = self._base.last
+        goes_on = self._joins and last is not None and last.kind == "text"
+        return "text" if goes_on else "start"
 
     @property
     def anchors(self) -> tuple[int, ...]:

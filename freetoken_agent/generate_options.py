@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from freetoken_storage.errors import FreetokenError
 
@@ -34,7 +34,7 @@ class GenerateKwargs(TypedDict, total=False):
     tool_choice: str
     allowed_tools: Sequence[str] | None
     parallel_tool_calls: bool
-    output_schema: object
+    output_schema: Mapping[str, Any] | None
     max_tokens: int
     temperature: float
     top_k: int
@@ -48,13 +48,6 @@ class GenerateKwargs(TypedDict, total=False):
     force: Sequence[int]
 
 
-# Options that bind what the model may write need constrained decoding; only these values are free.
-_UNBOUND: Mapping[str, object] = {
-    "tool_choice": "auto",
-    "allowed_tools": None,
-    "parallel_tool_calls": True,
-    "output_schema": None,
-}
 _INTEGERS = {"max_tokens": (1, 1 << 31), "top_k": (0, 1 << 31), "seed": (-(1 << 63), (1 << 63) - 1)}
 _NUMBERS = {
     "temperature": (0.0, 1000.0),
@@ -74,24 +67,20 @@ class GenerateOptions:
     thinking: bool | None = None
     sampling: SamplingOptions = SamplingOptions()
     stop: tuple[str, ...] = ()
+    tool_choice: str = "auto"
+    allowed_tools: tuple[str, ...] | None = None
+    parallel_tool_calls: bool = True
+    output_schema: Mapping[str, Any] | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> "GenerateOptions":
-        """UnknownOption, OptionUnsupported or InvalidSampling, naming the option."""
+        """UnknownOption or InvalidSampling, naming the option."""
         for name in options:
             if name not in GenerateKwargs.__annotations__:
                 raise UnknownOption(
                     f"generate has no option {name!r}",
                     value=options[name],
                     remedy=f"use one of {', '.join(sorted(GenerateKwargs.__annotations__))}",
-                )
-        for name, free in _UNBOUND.items():
-            if name in options and options[name] != free:
-                raise OptionUnsupported(
-                    f"{name} needs constrained decoding, which this version does not have",
-                    value=options[name],
-                    limit=f"{name}={free!r}",
-                    remedy=f"leave {name} out",
                 )
         thinking = options.get("thinking")
         if thinking is not None and not isinstance(thinking, bool):
@@ -103,7 +92,15 @@ class GenerateOptions:
             elif name in _NUMBERS:
                 sampling[name] = _number(name, value)
         sampling["force"] = _forced(options.get("force", ()))
-        return cls(thinking, SamplingOptions(**sampling), _stops(options.get("stop", ())))  # type: ignore[arg-type]
+        return cls(
+            thinking,
+            SamplingOptions(**sampling),  # type: ignore[arg-type]
+            _stops(options.get("stop", ())),
+            _choice(options.get("tool_choice", "auto")),
+            _names(options.get("allowed_tools")),
+            _flag("parallel_tool_calls", options.get("parallel_tool_calls", True)),
+            _schema(options.get("output_schema")),
+        )
 
 
 def _integer(name: str, value: object) -> int:
@@ -129,6 +126,38 @@ def _stops(value: object) -> tuple[str, ...]:
     if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
         raise InvalidSampling("stop must be a text or a list of texts, none empty", value=value)
     return tuple(stops)
+
+
+def _choice(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidSampling(
+            "tool_choice is a word or a tool's name",
+            value=value,
+            limit="auto, none, required, NAME",
+        )
+    return value
+
+
+def _names(value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise InvalidSampling("allowed_tools must be a list of tool names", value=value)
+    if not all(isinstance(name, str) for name in value):
+        raise InvalidSampling("allowed_tools must hold tool names", value=value)
+    return tuple(value)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidSampling(f"{name} must be True or False", value=value)
+    return value
+
+
+def _schema(value: object) -> Mapping[str, Any] | None:
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidSampling("output_schema must be a JSON schema", value=value)
+    return value
 
 
 def _forced(value: object) -> tuple[int, ...]:

@@ -128,6 +128,9 @@ class HFTokenizer:
         strip_after = self._controls if self._prefix.after_added else frozenset()
         return PieceDecoder(self._pieces, strip_after, after)
 
+    def piece(self, token_id: int) -> bytes:
+        return self._pieces[token_id]
+
     def is_control(self, token_id: int) -> bool:
         return token_id in self._controls
 

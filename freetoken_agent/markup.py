@@ -5,6 +5,7 @@ Everything is learned from gaps. Where the generation opener ends, the rest of a
 model itself must write: `<think>`, `</think>`, the head of a call.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -124,6 +125,7 @@ def learn_markup(gaps: Gaps, calls: CallFormat | None) -> Markup:
         if gaps.text_to_call is not None:
             text.append(Marker.of_call(gaps.text_to_call, gaps.head, [gaps.closing]))
         start.append(_call_at_start(gaps, [think_open, text_open], text))
+        start.append(_section_at_start(gaps))
         if gaps.thinking_to_call is not None:
             thinking.append(_call_after_thought(gaps))
         if gaps.call_to_call is not None:
@@ -153,6 +155,15 @@ def _written(opener: str, gap: str | None) -> str:
     return gap[len(opener) :]
 
 
+def beyond(opener: str, gap: str) -> str:
+    """What the model writes of the gap before a call: what is behind the part it shares with the
+    generation opener, which may begin a thought that the gap does not have."""
+    shared = os.path.commonprefix([opener, gap])
+    if "<" in shared and ">" not in shared[shared.rindex("<") :]:
+        shared = shared[: shared.rindex("<")]  # a tag that goes on differently
+    return gap[len(shared) :]
+
+
 def _call_at_start(
     gaps: Gaps, others: Sequence[str], in_text: Sequence[Marker | None]
 ) -> Marker | None:
@@ -164,6 +175,14 @@ def _call_at_start(
     if any(marker is not None and marker.core in written + gaps.head for marker in in_text):
         return None
     return Marker.of_call(written, gaps.head, others)
+
+
+def _section_at_start(gaps: Gaps) -> Marker | None:
+    """What opens a section of calls at the start of the turn, where the generation opener begins a
+    thought that the gap before a call does not have."""
+    if gaps.to_call is None or gaps.to_call.startswith(gaps.opener):
+        return None
+    return Marker.of_call(beyond(gaps.opener, gaps.to_call), gaps.head)
 
 
 def _call_after_thought(gaps: Gaps) -> Marker | None:

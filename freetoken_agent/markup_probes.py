@@ -16,25 +16,26 @@ from .sentinels import sentinel
 
 def find_markup(grammar: Grammar) -> Markup:
     """The markers that a model writes, from short skeletons."""
-    opener = opener_after_user(grammar)
+    return learn_markup(find_gaps(grammar), _call_format(grammar))
+
+
+def find_gaps(grammar: Grammar) -> Gaps:
+    """What stands between two contents of a turn, kind by kind."""
     shape = grammar.calls[0] if grammar.calls else None
-    return learn_markup(
-        Gaps(
-            opener=opener,
-            to_text=_gap(grammar, [USER, TEXT]),
-            to_thinking=_gap(grammar, [USER, THOUGHT, TEXT], 1)
-            or _gap(grammar, [USER, THOUGHT, CALL], 1),
-            to_call=_gap(grammar, [USER, CALL]),
-            thinking_to_text=_gap(grammar, [USER, THOUGHT, TEXT]),
-            thinking_to_call=_gap(grammar, [USER, THOUGHT, CALL]),
-            text_to_call=_gap(grammar, [USER, TEXT, CALL]),
-            call_to_call=_gap(grammar, [USER, CALL, OTHER_CALL]),
-            call_to_result=_gap(grammar, [USER, CALL, RESULT]),
-            closing=closing_after_text(grammar),
-            head=shape.head if shape else "",
-            tail=shape.tail if shape else "",
-        ),
-        _call_format(grammar),
+    return Gaps(
+        opener=opener_after_user(grammar),
+        to_text=_gap(grammar, [USER, TEXT]),
+        to_thinking=_gap(grammar, [USER, THOUGHT, TEXT], 1)
+        or _gap(grammar, [USER, THOUGHT, CALL], 1),
+        to_call=_gap(grammar, [USER, CALL]),
+        thinking_to_text=_gap(grammar, [USER, THOUGHT, TEXT]),
+        thinking_to_call=_gap(grammar, [USER, THOUGHT, CALL]),
+        text_to_call=_gap(grammar, [USER, TEXT, CALL]),
+        call_to_call=_gap(grammar, [USER, CALL, OTHER_CALL]),
+        call_to_result=_gap(grammar, [USER, CALL, RESULT]),
+        closing=closing_after_text(grammar),
+        head=shape.head if shape else "",
+        tail=shape.tail if shape else "",
     )
 
 

@@ -9,7 +9,7 @@ Plans and counts are the runtime's own records; its modules named here import no
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from freetoken_runtime.errors import ContextOverflow, InvalidSampling
 from freetoken_runtime.errors import EngineClosed as ModelClosed
@@ -39,6 +39,7 @@ __all__ = [
     "PathUsage",
     "SamplingOptions",
     "Token",
+    "TokenConstraint",
     "TokenStream",
 ]
 
@@ -69,6 +70,26 @@ class SamplingOptions:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int = 0
     force: tuple[int, ...] = ()  # ids fed as if they had been sampled, then sampling goes on
+    constraint: "TokenConstraint | None" = None
+
+
+class TokenConstraint(Protocol):
+    """What may be sampled next. Mutable; a model works on a copy of its own."""
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the output so far may end here."""
+
+    def mask(self, row: Any) -> None:
+        """Set the logits [vocab] fp32 of what may not come next to -inf, in place."""
+
+    def accept(self, token_id: int) -> None:
+        """Advance by an id that was allowed."""
+
+    def forced(self) -> Sequence[int]:
+        """The ids that must come next in any case; may be empty."""
+
+    def copy(self) -> "TokenConstraint": ...
 
 
 class Token(Protocol):

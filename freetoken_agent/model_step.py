@@ -13,8 +13,9 @@ from . import events, parsing
 from .draft import Draft
 from .events import GenerationEvent
 from .generate_options import GenerateOptions
-from .model import Model, PathPlan, PathUsage, TokenStream
+from .model import Model, PathPlan, PathUsage, TokenConstraint, TokenStream
 from .segments import FinishReason, Reply, ReusePlan, Segment
+from .step_grammar import step_constraint
 
 if TYPE_CHECKING:
     from .session import Session
@@ -37,6 +38,7 @@ class ModelStep:
         self._options = options
         self._index = index
         self._draft: Draft | None = None
+        self._constraint: TokenConstraint | None = None
         self._plan: ReusePlan | None = None
         self._announced: PathPlan | None = None  # the same, as the model made it
         self._stream: TokenStream | None = None
@@ -111,6 +113,7 @@ class ModelStep:
         self._parser = parsing.StreamParser(
             draft.model.format, draft.model.tokenizer, kind=draft.kind, after=draft.ids
         )
+        self._constraint = step_constraint(draft.model, draft.tools, draft.place, self._options)
         self._plan, self._announced = draft.plan()
         return [events.PlanReady(**self._place(draft), plan=self._plan)]
 
@@ -120,7 +123,7 @@ class ModelStep:
         self._stops = ends | sampling.stop_ids
         stream = draft.model.generate(
             draft.ids,
-            replace(sampling, stop_ids=self._stops),
+            replace(sampling, stop_ids=self._stops, constraint=self._constraint),
             anchors=draft.anchors,
             lasting=draft.lasting_anchors,
             anchor_after=ends | segment_closers(draft.model),

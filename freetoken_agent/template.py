@@ -9,16 +9,19 @@ report    what it does beyond frames                   template_report.py
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
+from .call_writing import learn_call_writing
 from .contents import ContentSource, find_transforms
 from .dialect import THINK_OPEN, write_tags
 from .errors import TemplateUnsupported
 from .frames import Grammar, Part
 from .gaps import GapSource, windows_hold
+from .grammar import GrammarWriter
 from .items import DEFAULT_OPTIONS, Item, Kind, Opener, Options, Piece, TemplateReport
 from .jinja import JinjaTemplate
 from .markup import Markup
-from .markup_probes import find_markup
+from .markup_probes import find_gaps, find_markup
 from .probes import find_dialect
 from .template_report import PATHS, closers, examine, thinking_options
 from .tokenizer import Tokenizer, encode_mixed
@@ -91,6 +94,13 @@ class ChatFormat:
     def markup(self) -> Markup:
         """The markers a parser of sampled ids looks for."""
         return self._markup
+
+    @cached_property
+    def writer(self) -> GrammarWriter:
+        """Grammars of what a model may write; learned when it is first asked for."""
+        gaps = find_gaps(self._grammar)
+        writing = learn_call_writing(self._grammar, self._markup, gaps)
+        return GrammarWriter(self._tokenizer, gaps, writing)
 
     @property
     def closers(self) -> frozenset[int]:

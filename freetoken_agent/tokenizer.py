@@ -60,6 +60,10 @@ class Tokenizer(Protocol):
     def stream(self, *, after: Sequence[int] = ()) -> TextDecoder:
         """A decoder for ids that follow `after`."""
 
+    def piece(self, token_id: int) -> bytes:
+        """What an id contributes to the text; a control token's literal. Empty outside the
+        vocabulary."""
+
     def is_control(self, token_id: int) -> bool:
         """Whether the id is an added or control token: one that no content can hold."""
 

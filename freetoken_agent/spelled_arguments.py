@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a call in the spelling of its format, as a grammar that fits their schema.
+
+JSON       {"city": "Oslo", "days": 2}                     the schema as it is
+tagged     <parameter=city>\\nOslo\\n</parameter> …           each parameter by its own schema
+quoted     {city:<|"|>Oslo<|"|>,days:2}                     types, enumerations, required keys
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .call_writing import (
+    Arguments,
+    JsonArguments,
+    QuotedArguments,
+    TaggedArguments,
+    ValueType,
+)
+from .lark import ANY, Rules, quoted
+
+Schema = Mapping[str, Any]
+
+SPELLING: Mapping[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,
+}
+_MAX_REFERENCES = 16
+
+
+def spell(rules: Rules, arguments: Arguments, schema: Schema) -> str:
+    """What fits the slot of the arguments. Names that the schema does not have are not written."""
+    if isinstance(arguments, JsonArguments):
+        closed = {"type": "object", "additionalProperties": False, **schema}
+        separators = {
+            "item_separator": arguments.item_separator,
+            "key_separator": arguments.key_separator,
+        }
+        return rules.value(closed, {**SPELLING, **separators})
+    if isinstance(arguments, TaggedArguments):
+        return _Tagged(rules, arguments, schema).parameters()
+    return _Quoted(rules, arguments, schema).object(schema)
+
+
+class _Spelling:
+    """What the two formats that are not JSON share. One use."""
+
+    def __init__(self, rules: Rules, schema: Schema) -> None:
+        self._rules = rules
+        self._root = schema
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        """The schema with a reference at its top followed."""
+        found = {} if isinstance(schema, bool) else dict(schema)
+        for _ in range(_MAX_REFERENCES):
+            reference = found.pop("$ref", None)
+            if reference is None:
+                break
+            found = {**self._target(reference), **found}
+        return found
+
+    def _target(self, reference: str) -> Mapping[str, Any]:
+        target: Any = self._root
+        for step in reference.removeprefix("#/").split("/"):
+            target = target.get(step) if isinstance(target, Mapping) else None
+        return target if isinstance(target, Mapping) else {}
+
+    def _json(self, schema: Schema) -> str:
+        """A JSON value; what it refers to goes with it."""
+        named = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return self._rules.value({**named, **schema}, SPELLING)
+
+    def _text(self, schema: Schema, close: str) -> str:
+        """A string as it is, and the literal that ends it."""
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        bounded = least or most != ""
+        return self._rules.until(close, rf"(.|\n){{{least},{most}}}" if bounded else ANY)
+
+    def _members(self, members: Sequence[tuple[str, bool]], between: str) -> str:
+        """Members (how one is written, whether it is required) in their order, at least one."""
+        later = ""  # what may follow a member
+        first = ""
+        for one, required in reversed(members):
+            begin = f"{one} {later}".strip()
+            first = begin if required or not first else f"{begin} | {first}"
+            follow = f"{between} {begin}".strip()
+            if not required:
+                follow = f"{follow} | {later}" if later else f"({follow})?"
+            later = self._rules.rule(follow)
+        return self._rules.rule(first)
+
+
+class _Tagged(_Spelling):
+    def __init__(self, rules: Rules, tags: TaggedArguments, schema: Schema) -> None:
+        super().__init__(rules, schema)
+        self._tags = tags
+
+    def parameters(self) -> str:
+        """'' where the schema has none."""
+        required = self._root.get("required", ())
+        members = [
+            (self._parameter(name, schema), name in required)
+            for name, schema in self._root.get("properties", {}).items()
+        ]
+        between = self._rules.literal(self._tags.between)
+        return self._members(members, between) if members else ""
+
+    def _parameter(self, name: str, schema: Any) -> str:
+        rules, close = self._rules, self._tags.close
+        schema = self._resolved(schema)
+        values = _constants(schema)
+        kind = _kind(schema, values)
+        middle = self._tags.middles.get(kind, self._tags.middles["string"])
+        head = f"{rules.literal(self._tags.open)} {quoted(name)} {rules.literal(middle)}"
+        if kind != "string":
+            return rules.rule(f"{head} {self._json(schema)} {rules.literal(close)}")
+        if values is None:
+            return rules.rule(f"{head} {self._text(schema, close)}")
+        spelled = " | ".join(quoted(str(value)) for value in values)
+        return rules.rule(f"{head} ({spelled}) {rules.literal(close)}")
+
+
+class _Quoted(_Spelling):
+    def __init__(self, rules: Rules, quotes: QuotedArguments, schema: Schema) -> None:
+        super().__init__(rules, schema)
+        self._quotes = quotes
+        self._named: dict[str, str] = {}  # reference -> rule
+
+    def object(self, schema: Schema) -> str:
+        required = schema.get("required", ())
+        properties: Mapping[str, Any] = schema.get("properties", {})
+        members = [
+            (f"{quoted(name + ':')} {self._value(inner)}", name in required)
+            for name, inner in properties.items()
+        ]
+        if not members:
+            return '"{}"'
+        inside = self._members(members, '","')
+        if not any(name in required for name in properties):
+            inside = f"{inside}?"
+        return self._rules.rule(f'"{{" {inside} "}}"')
+
+    def _value(self, schema: Any) -> str:
+        if isinstance(schema, Mapping) and "$ref" in schema:
+            return self._referred(schema["$ref"])
+        schema = self._resolved(schema)
+        values = _constants(schema)
+        if values is not None:
+            return self._any(map(self._constant, values))
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                return self._any(map(self._value, schema[key]))
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            return self._any(self._value({**schema, "type": one}) for one in kind)
+        if kind == "string":
+            opened = self._rules.literal(self._quotes.open)
+            return self._rules.rule(f"{opened} {self._text(schema, self._quotes.close)}")
+        if kind == "array":
+            item = self._value(schema.get("items", {"type": "string"}))
+            return self._rules.rule(f'"[" {_repeated(item, schema)} "]"')
+        return self.object(schema) if kind == "object" else self._json(schema)
+
+    def _referred(self, reference: str) -> str:
+        """A rule of its own, so that a schema may refer to itself."""
+        name = self._named.get(reference)
+        if name is None:
+            name = self._named[reference] = self._rules.forward()
+            self._rules.define(name, self._value(self._target(reference)))
+        return name
+
+    def _any(self, alternatives: Iterable[str]) -> str:
+        return self._rules.rule(" | ".join(alternatives))
+
+    def _constant(self, value: Any) -> str:
+        if not isinstance(value, str):
+            return self._json({"const": value})
+        opened, closed = map(self._rules.literal, (self._quotes.open, self._quotes.close))
+        return f"{opened} {quoted(value)} {closed}"
+
+
+def _repeated(item: str, schema: Schema) -> str:
+    """Items with commas between them."""
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if most == 0:
+        return ""
+    rest = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+    return f"{item} {rest}" if least else f"({item} {rest})?"
+
+
+def _constants(schema: Schema) -> list[Any] | None:
+    """The values that a schema lists."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _kind(schema: Schema, values: Sequence[Any] | None) -> ValueType:
+    """By which type a parameter is written; a string where it may be one."""
+    if values is not None:
+        return "string" if all(isinstance(value, str) for value in values) else "object"
+    kinds = schema.get("type")
+    options = [kinds] if isinstance(kinds, str) else list(kinds or ())
+    for key in ("anyOf", "oneOf"):
+        options += [option.get("type") for option in schema.get(key, ())]
+    if not options or "string" in options:
+        return "string"
+    return _TYPES.get(options[0], "object")
+
+
+_TYPES: Mapping[str, ValueType] = {
+    "integer": "integer",
+    "number": "integer",
+    "boolean": "boolean",
+    "null": "null",
+    "array": "array",
+    "object": "object",
+}

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The constraint of one model call, from its options and the tools of its path."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from .constraint import GrammarConstraint, UnsupportedSchema, check_schema, vocabulary
+from .generate_options import GenerateOptions, OptionUnsupported
+from .grammar import Choice, Demand, ToolShape
+from .model import InvalidSampling, Model
+
+_WORDS: dict[str, Choice] = {"auto": "auto", "none": "none", "required": "required"}
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+Place = Literal["start", "thinking", "text"]
+
+
+def step_constraint(
+    model: Model, tools: list[dict[str, Any]], place: Place, options: GenerateOptions
+) -> GrammarConstraint | None:
+    """None where nothing binds the model. InvalidSampling for a tool that the path does not offer,
+    OptionUnsupported where the template's calls cannot be enforced, UnsupportedSchema."""
+    shapes = {shape.name: shape for shape in map(_shape, tools)}
+    allowed = _allowed(shapes, options)
+    choice = _WORDS.get(options.tool_choice, "required")
+    if choice == "required" and not allowed:
+        raise InvalidSampling(
+            "a call is required, but no tool may be called",
+            value=options.tool_choice,
+            remedy="set_tools(), or allow one of them",
+        )
+    if not shapes and options.output_schema is None:
+        return None
+    writer = model.format.writer
+    if choice != "none" and options.output_schema is None and not writer.writes_calls:
+        if choice == "auto" and options.allowed_tools is None:
+            return None  # what was written is checked, as calls of such a template always are
+        raise OptionUnsupported(
+            "calls of this chat template cannot be enforced",
+            value=options.tool_choice,
+            limit="tool_choice='auto' or 'none' without allowed_tools",
+            remedy="use a template that shows calls whole",
+        )
+    if options.output_schema is not None:
+        check_schema(options.output_schema)
+    demand = Demand(
+        place,
+        choice,
+        tuple(_enforced(shape, strict=choice == "required") for shape in allowed),
+        options.parallel_tool_calls and model.format.report.parallel_calls,
+        options.output_schema,
+        _thinks(model, options),
+    )
+    stops = model.format.closers | model.tokenizer.stop_ids
+    return vocabulary(model.tokenizer, stops).constraint(writer.lark(demand))
+
+
+def _thinks(model: Model, options: GenerateOptions) -> bool:
+    """Whether the model may begin a thought by itself. Where thoughts are only inlined, it was
+    never taught to, and does so only when asked."""
+    if options.thinking is None:
+        return not model.format.report.fallback_thinking
+    return options.thinking
+
+
+def _allowed(shapes: Mapping[str, ToolShape], options: GenerateOptions) -> list[ToolShape]:
+    names = list(shapes) if options.allowed_tools is None else list(options.allowed_tools)
+    if options.tool_choice not in _WORDS:
+        names = [name for name in names if name == options.tool_choice]
+        if not names:
+            raise _unknown(options.tool_choice, shapes, options)
+    for name in names:
+        if name not in shapes:
+            raise _unknown(name, shapes, options)
+    return [shapes[name] for name in names]
+
+
+def _unknown(
+    name: str, shapes: Mapping[str, ToolShape], options: GenerateOptions
+) -> InvalidSampling:
+    known = list(shapes) if options.allowed_tools is None else list(options.allowed_tools)
+    return InvalidSampling(
+        "the path does not offer this tool",
+        value=name,
+        limit=", ".join(known) or "no tools",
+        remedy="set_tools() with it, or name another one",
+    )
+
+
+def _shape(tool: Mapping[str, Any]) -> ToolShape:
+    function = tool.get("function", tool)
+    return ToolShape(function["name"], function.get("parameters") or _NO_PARAMETERS)
+
+
+def _enforced(shape: ToolShape, *, strict: bool) -> ToolShape:
+    """A tool whose schema cannot be enforced gets any arguments, which are checked afterwards;
+    where a call is demanded, UnsupportedSchema."""
+    try:
+        check_schema(shape.parameters)
+    except UnsupportedSchema:
+        if strict:
+            raise
+        return ToolShape(shape.name, {"type": "object", "additionalProperties": True})
+    return shape

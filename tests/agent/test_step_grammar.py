@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What binds a model call: which tools, which choice, and what is refused before anything runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freetoken_agent import InvalidSampling, Session, UnsupportedSchema
+from freetoken_agent.constraint import check_schema
+from freetoken_agent.generate_options import GenerateOptions
+from freetoken_agent.step_grammar import step_constraint
+from freetoken_agent.testing import ScriptedModel
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+LS = tool("ls", path={"type": "string", "maxLength": 9})
+CAT = tool("cat", path={"type": "string", "maxLength": 9})
+ODD = tool("odd", path={"type": "string", "not": {"const": "x"}})
+
+
+def leading(tools: list[dict[str, Any]], **options: Any) -> str:
+    """What must come first."""
+    model = ScriptedModel([])
+    parsed = GenerateOptions.parse(options)
+    constraint = step_constraint(model, tools, "start", parsed)
+    assert constraint is not None
+    return model.tokenizer.decode(list(constraint.forced()))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"tool_choice": "required"}, '<tool_call>\n{"name": "'),
+        ({"tool_choice": "cat"}, '<tool_call>\n{"name": "cat", "arguments": {"path": "'),
+        (
+            {"tool_choice": "required", "allowed_tools": ["ls"]},
+            '<tool_call>\n{"name": "ls", "arguments": {"path": "',
+        ),
+        ({"output_schema": {"const": [1, 2]}}, "[1, 2]"),
+    ],
+)
+def test_what_a_step_must_begin_with(options: dict[str, Any], expected: str) -> None:
+    """Oracle: written by hand. Thinking is switched off, so that it is no choice."""
+    assert leading([LS, CAT], thinking=False, **options) == expected
+
+
+def test_nothing_binds_a_step_without_tools() -> None:
+    """Oracle: the rule."""
+    assert step_constraint(ScriptedModel([]), [], "start", GenerateOptions.parse({})) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tool_choice": "dog"},
+        {"allowed_tools": ["ls", "dog"]},
+        {"tool_choice": "cat", "allowed_tools": ["ls"]},
+        {"tool_choice": "required", "allowed_tools": []},
+    ],
+)
+def test_a_tool_that_is_not_offered_is_named(
+    begin: Callable[..., Session], options: dict[str, Any]
+) -> None:
+    """Oracle: the documented error. The model was asked nothing and the session goes on."""
+    session = begin("fine")
+    session.set_tools([LS, CAT])
+    with pytest.raises(InvalidSampling) as caught:
+        session.generate_sync(**options)
+    assert (
+        "dog" in str(caught.value) or "cat" in str(caught.value) or "no tool" in str(caught.value)
+    )
+    assert session.generate_sync().text == "fine"
+
+
+def test_a_schema_that_cannot_be_enforced_is_named_where_a_call_is_demanded() -> None:
+    """Oracle: the keyword in the message; left to itself the model may still call the tool."""
+    model = ScriptedModel([])
+    with pytest.raises(UnsupportedSchema, match='"not"'):
+        step_constraint(model, [LS, ODD], "start", GenerateOptions.parse({"tool_choice": "odd"}))
+    assert step_constraint(model, [LS, ODD], "start", GenerateOptions.parse({})) is not None
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"type": "object", "not": {}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {}}, "contains"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"type": "string", "format": "no such"}, "no such"),
+        ({"$ref": "#/$defs/missing"}, "missing"),
+    ],
+)
+def test_what_a_schema_lacks_support_for_is_named(schema: dict[str, Any], word: str) -> None:
+    """Oracle: the keyword."""
+    with pytest.raises(UnsupportedSchema, match=word) as caught:
+        check_schema(schema)
+    assert caught.value.code == "unsupported_schema"
+
+
+def test_a_row_longer_than_the_vocabulary_is_masked_to_its_end() -> None:
+    """Oracle: no id beyond the vocabulary may be drawn: models have rows for padding."""
+    model = ScriptedModel([])
+    constraint = step_constraint(model, [LS], "start", GenerateOptions.parse({}))
+    assert constraint is not None
+    row = np.zeros(model.tokenizer.vocab_size + 70, dtype=np.float32)
+    constraint.mask(row)
+    assert np.isneginf(row[model.tokenizer.vocab_size :]).all()
+    assert (row[:256] == 0).any()
+
+
+def test_what_is_allowed_does_not_depend_on_who_asked_before() -> None:
+    """Oracle: a second constraint of the same demand, after the first was led astray."""
+    model = ScriptedModel([])
+    made = [
+        step_constraint(model, [LS], "start", GenerateOptions.parse({"tool_choice": "required"}))
+        for _ in range(2)
+    ]
+    first, second = made
+    assert first is not None and second is not None
+    before = list(second.forced())
+    for token_id in first.forced():
+        first.accept(token_id)
+    assert list(second.forced()) == before
+
+
+def test_an_id_forced_from_outside_that_does_not_fit_is_an_error() -> None:
+    """Oracle: the documented error."""
+    model = ScriptedModel([])
+    constraint = step_constraint(
+        model, [LS], "start", GenerateOptions.parse({"tool_choice": "required", "thinking": False})
+    )
+    assert constraint is not None
+    with pytest.raises(InvalidSampling, match="does not fit the grammar"):
+        constraint.accept(ord("x"))
