@@ -3,7 +3,8 @@
 
 Beside one busy process an OpenMP team of two takes about 8 ms for any operation, because a member
 that was descheduled is waited for; one thread keeps its speed. So a team is probed with a tiny
-parallel operation before it is trusted with a pass, and given up when the probe stalls.
+parallel operation before it is trusted with a pass, and given up when the probe stalls. Experts are
+then computed by threads without teams (`kernels.experts.workers`), everything else by one.
 
 OpenMP keeps a team for every thread that ever used one, and where all teams together have more
 threads than the machine has cores, none of them waits actively any more: a token of int4 then takes
@@ -36,7 +37,7 @@ def apart(work: Callable[[], T]) -> T:
 
 
 class ThreadGovernor:
-    """Chooses between all threads and one. Used by the owner thread, before each pass."""
+    """Chooses between all threads (`most`) and one. Used by the owner thread, before each pass."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class ThreadGovernor:
         clock: Callable[[], float] = time.perf_counter,
         probe: Callable[[], float] | None = None,
     ) -> None:
-        self._all = threads
+        self.most = threads
         self._clock = clock
         self._probe = probe if probe is not None else _Team().probe
         self._retry_s = RETRY_S
@@ -54,11 +55,11 @@ class ThreadGovernor:
 
     def before_pass(self) -> None:
         """Probe the team if it is time to, and set the number of compute threads."""
-        if self._all == 1 or self._clock() < self._next:
+        if self.most == 1 or self._clock() < self._next:
             return
         probes = 1
         if self.threads == 1:
-            torch.set_num_threads(self._all)
+            torch.set_num_threads(self.most)
             probes = _PROBES
         stalled = any(self._probe() > STALL_S for _ in range(probes))
         if stalled:
@@ -68,7 +69,7 @@ class ThreadGovernor:
             self.threads = 1
             self._next = self._clock() + self._retry_s
         else:
-            self.threads = self._all
+            self.threads = self.most
             self._retry_s = RETRY_S
             self._probed = self._clock()
             self._next = self._probed + PROBE_EVERY_S

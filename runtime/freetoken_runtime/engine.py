@@ -339,6 +339,7 @@ class Engine:
             self._owner.call(self._keeper.clear)
             self._owner.close()
         self._model.experts.close()
+        self._model.decoder.workers.close()
 
     def __enter__(self) -> Self:
         return self

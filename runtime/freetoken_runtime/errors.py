@@ -17,6 +17,7 @@ FreetokenError
     ├── EngineClosed               a call after close(), or in a child that fork() made
     ├── WrongThread                a callback of the engine that waits for the engine
     ├── EngineFault                an unexpected exception of our own, as its cause
+    ├── WorkerStalled              a thread that computes experts and does not come back
     └── WeightsError
         ├── WeightsNotFound        a shard that an index names is absent
         ├── WeightsDamaged         truncated, empty, foreign or altered files
@@ -115,6 +116,13 @@ class EngineFault(EngineError):
     """An unexpected exception of the engine itself (`__cause__`). It ended this request only."""
 
     code = "engine_fault"
+
+
+class WorkerStalled(EngineError):
+    """A thread that computes experts did not come back in time. The request ends, the engine goes
+    on with other threads."""
+
+    code = "worker_stalled"
 
 
 class WeightsError(EngineError):

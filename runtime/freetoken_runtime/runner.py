@@ -38,6 +38,7 @@ class Runner:
     def __init__(self, decoder: Decoder, governor: ThreadGovernor) -> None:
         self._decoder = decoder
         self._governor = governor
+        decoder.workers.helpers = governor.most - 1
         self.vocab_size = decoder.spec.vocab_size
         self.few_rows = decoder.few_rows
         self.rates = Rates()
@@ -46,14 +47,14 @@ class Runner:
 
     def calibrate(self, sequence: Sequence) -> None:
         """Take a first measurement of both kernel forms, so that the first plan has a price; also
-        starts the compute threads. The rows are not counted."""
-        for attempt in range(2):  # the first passes pay for caches and threads
-            if attempt == 1:
-                self.rates.clear()
-            for rows in (2 * self.few_rows, 1):
-                work = Work(sequence, np.zeros(rows, dtype=np.int32), (rows - 1,))
-                self.logits(self.forward([work])[0])
-                sequence.truncate(0)
+        starts the compute threads. The rows are not counted. One pass of many rows is enough, as
+        whoever loads a model waits for it: what comes later corrects it."""
+        for rows in (1, 2 * self.few_rows, 1):
+            work = Work(sequence, np.zeros(rows, dtype=np.int32), (rows - 1,))
+            self.logits(self.forward([work])[0])
+            sequence.truncate(0)
+            if self.rows == 1:
+                self.rates.clear()  # the first pass pays for caches and threads
         self.rows, self.seconds = 0, 0.0
 
     def forward(self, works: SequenceOf[Work]) -> list[torch.Tensor]:

@@ -5,15 +5,18 @@ Router and gate of the shared expert are one fp32 matrix, whatever the quantisat
 asked of `Moe.experts` by their indices and by nothing else, wherever their weights lie.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..batch import Form, RowGroup
 from ..kernels.activations import sigmoid
 from ..kernels.experts.cpu import ExpertRows, Task, mix, pad_rows
+from ..kernels.experts.workers import Workers
 from ..specs.moe import MoeSpec, RouterSpec
 from .expert import Demand, Expert, Experts, ResidentExperts, Served, expert_activation
 from .linear import DenseLinear, Linear
@@ -47,6 +50,10 @@ class Router:
             return self.linear.few(rows)
         return self.linear.many(pad_rows(rows))[: len(rows)]
 
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] fp32 -> about the logits [T, E]."""
+        return self._logits(x, Form.FEW)[:, : self.spec.num_experts]
+
     def routes(self, logits: torch.Tensor) -> Routes:
         return route(logits, self.spec, self.correction)
 
@@ -56,6 +63,17 @@ class Router:
     @property
     def size_bytes(self) -> int:
         return self.linear.size_bytes + (0 if self.correction is None else self.correction.nbytes)
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """What else experts that are fetched want to know."""
+
+    def foresees(self, rows: int) -> bool:
+        """Whether to tell, for passes of so many rows."""
+
+    def likely(self, experts: Sequence[int]) -> None:
+        """What will probably be chosen, the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +86,8 @@ class Latent:
 
 class Moe:
     """Σ_j weight_j · expert_j(x) + shared(x). Immutable but for `observer`, which, if set, receives
-    the margins [T] of each call's routing (`routing.margins`), rows in the order of the batch; only
-    tests set it."""
+    the margins [T] of each call's routing (`routing.margins`), rows in the order of the batch (only
+    tests set it), and `workers`, which the decoder gives to all its mixtures."""
 
     def __init__(
         self,
@@ -83,6 +101,8 @@ class Moe:
         self.shared = shared
         self.latent = latent
         self.observer: Observer | None = None
+        self.workers = Workers()
+        self._foresight = experts if isinstance(experts, Foresight) else None
 
     def __call__(self, x: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
         """x [T, H] fp32 -> [T, H] fp32."""
@@ -99,6 +119,18 @@ class Moe:
         shared = self.shared(x, groups).float()
         return out.add_(shared * sigmoid(gate) if gate.shape[1] else shared)
 
+    def foresee(self, x: torch.Tensor) -> None:
+        """Tell where the experts come from which ones rows like x [T, H] would choose: those of an
+        earlier layer, as this one's input is not known yet. What is computed does not change."""
+        if self._foresight is not None:
+            chosen = self.router.routes(self.router.like(x)).chosen
+            best_first = chosen.T.flatten().tolist()
+            self._foresight.likely([expert for expert, _ in Counter(best_first).most_common()])
+
+    def foresees(self, rows: int) -> bool:
+        """Whether `foresee` is of use in passes of so many rows."""
+        return self._foresight is not None and self._foresight.foresees(rows)
+
     def _mix(self, x: torch.Tensor, routes: Routes, parts: Sequence[RowGroup]) -> torch.Tensor:
         """Every expert once, for the rows of all parts: it may have come from far."""
 
@@ -107,13 +139,13 @@ class Moe:
                 served.prepare()
             return served.expert(rows, parts[part].form)
 
-        def serve(groups: Sequence[ExpertRows]) -> Iterator[Task]:
+        def serve(groups: Sequence[ExpertRows]) -> Generator[Task]:
             wanted = [Demand(group.expert, len(group.pairs)) for group in groups]
             for served in self.experts.serve(wanted, len(x)):
                 yield Task(served.index, partial(compute, served), served.release)
 
         ends = [part.stop for part in parts]
-        return mix(x, routes.chosen, routes.weights, serve, ends)
+        return mix(x, routes.chosen, routes.weights, serve, ends, self.workers)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

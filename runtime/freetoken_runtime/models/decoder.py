@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..batch import Batch, Form, RowGroup
+from ..kernels.experts.workers import Workers
 from ..layers.embedding import Embedding
 from ..layers.linear import IntegerLinear, Linear
 from ..layers.moe import Moe, Observer
@@ -59,11 +60,20 @@ class DecoderParts:
     head: Linear
 
 
+@dataclass(frozen=True)
+class _Mixture:
+    """A mixture of experts with the norm before it."""
+
+    norm: RmsNorm
+    mixture: Moe
+
+
 class Decoder:
     """Rows in, rows out. Used by one thread at a time; only the rope tables grow.
 
     `few_rows_batch`: FEW rows of several sequences may share a RowGroup; if not, each sequence's
-    FEW rows are a group of their own, else a neighbour could change a token.
+    FEW rows are a group of their own, else a neighbour could change a token. `workers`: threads
+    that all its mixtures share; none until somebody allows some.
     """
 
     def __init__(self, spec: ModelSpec, parts: DecoderParts) -> None:
@@ -73,6 +83,11 @@ class Decoder:
         ropes = list(dict.fromkeys(rope for rope in rope_of if rope is not None))
         self._tables = [RopeTable(rope) for rope in ropes]
         self._table_of = [None if rope is None else ropes.index(rope) for rope in rope_of]
+        self.workers = Workers()
+        for module in self._modules():
+            if isinstance(module, Moe):
+                module.workers = self.workers
+        self._following = _following(parts.layers)
         self._head_batches = parts.head.few_rows_batch
         self.few_rows_batch = all(linear.few_rows_batch for linear in self._linears())
 
@@ -93,6 +108,9 @@ class Decoder:
                 mixed = mixing.mixer(mixing.norm(x), batch, index, rope)
                 x = _add(x, mixed, mixing.post_norm, layer.residual_multiplier)
             if feeding is not None:
+                following = self._following[index]
+                if following is not None and following.mixture.foresees(len(x)):
+                    following.mixture.foresee(following.norm(x))
                 fed = feeding.feed_forward(feeding.norm(x), batch.groups)
                 x = _add(x, fed, feeding.post_norm, layer.residual_multiplier)
         return self._parts.norm(x[rows])
@@ -154,6 +172,20 @@ class Decoder:
 
     def _linears(self) -> Sequence[Linear]:
         return [linear for module in self._modules() for linear in module.linears]
+
+
+def _following(layers: Sequence[Layer]) -> list[_Mixture | None]:
+    """For each layer with experts the next one with experts."""
+    found: list[_Mixture | None] = []
+    following: _Mixture | None = None
+    for layer in reversed(layers):
+        block = layer.feed_forward
+        mixture = None
+        if block is not None and isinstance(block.feed_forward, Moe):
+            mixture = _Mixture(block.norm, block.feed_forward)
+        found.append(following if mixture is not None else None)
+        following = mixture or following
+    return found[::-1]
 
 
 def _add(
