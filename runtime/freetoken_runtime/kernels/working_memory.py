@@ -5,25 +5,28 @@ A matrix of some megabytes that is made anew for every GEMM comes from the syste
 page: that took longer than filling it.
 """
 
+from math import prod
 from threading import local
 
 import torch
 
 
-class _Floats(local):
+class _Rooms(local):
     """What one thread has; it ends with the thread."""
 
-    buffer: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
 
 
-_floats = _Floats()
+_rooms = _Rooms()
 
 
-def floats(rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns] fp32 with anything in it, this thread's until it asks again."""
-    count = rows * columns
-    if _floats.buffer is None or len(_floats.buffer) < count:
-        _floats.buffer = None  # before the larger one is there
-        with torch.inference_mode(False):  # a tensor for passes and for those who differentiate
-            _floats.buffer = torch.empty(count)
-    return _floats.buffer[:count].view(rows, columns)
+def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor with anything in it, this thread's until it asks for this dtype again."""
+    count = prod(shape)
+    kept = _rooms.by_dtype.get(dtype)
+    if kept is None or len(kept) < count:
+        kept = _rooms.by_dtype[dtype] = torch.empty(0)  # the old one goes before the new one comes
+        with torch.inference_mode(False):  # usable in passes and by those who differentiate
+            kept = _rooms.by_dtype[dtype] = torch.empty(count, dtype=dtype)
+    return kept[:count].view(shape)

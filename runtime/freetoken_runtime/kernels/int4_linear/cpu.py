@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ...errors import UnsupportedQuantization
 from ..integers import Int4Values
-from ..working_memory import floats
+from ..working_memory import room
 
 BLOCK = 64  # a multiple of every known block of outputs
 _pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
@@ -78,7 +78,7 @@ def dequantise(weight: PackedInt4, rows: slice) -> torch.Tensor:
     stop = min(rows.stop, weight.outputs)
     padded = slice(rows.start, stop + -stop % BLOCK)
     packed = weight.packed[padded]
-    turned = floats(2 * packed.shape[1], len(packed))  # [K padded, N padded]
+    turned = room(2 * packed.shape[1], len(packed))  # [K padded, N padded]
     _unpack(packed, byte_layout(), turned)
     # [K padded / size, 1, N padded] each
     scales, zeros = weight.scales_zeros[:, padded].permute(2, 0, 1).float().contiguous()[:, :, None]
@@ -123,13 +123,17 @@ def repack(packed: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
 def _unpack(packed: torch.Tensor, layout: ByteLayout, out: torch.Tensor) -> None:
     """packed [N, K / 2] -> integers - 8 in `out` [K, N], of any dtype."""
     inputs, half = len(out), layout.block // 2
-    bytes_ = packed.view(-1, inputs, half).transpose(0, 1)  # [K, blocks, half a block]
+    bytes_ = packed.view(-1, inputs, half)
     if layout.paired:
         low, high = out.view(inputs, -1, half, 2).unbind(3)
     else:
-        low, high = out.view(inputs, -1, 2, half).unbind(2)
-    low.copy_((bytes_ & 15).sub_(8).view(torch.int8))
-    high.copy_((bytes_ >> 4).sub_(8).view(torch.int8))
+        low, high = out.view(inputs, -1, 2, half).unbind(2)  # [K, blocks, half a block]
+    steps = room(*bytes_.shape, dtype=torch.uint8)
+    signed = steps.view(torch.int8).transpose(0, 1)
+    torch.bitwise_and(bytes_, 15, out=steps).sub_(8)
+    low.copy_(signed)
+    torch.bitwise_right_shift(bytes_, 4, out=steps).sub_(8)
+    high.copy_(signed)
 
 
 def _unpacked(packed: torch.Tensor, layout: ByteLayout) -> torch.Tensor:

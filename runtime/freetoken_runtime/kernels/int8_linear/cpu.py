@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..integers import Int8Values
-from ..working_memory import floats
+from ..working_memory import room
 
 MULTIPLE = 16
 _op = torch.ops.aten._weight_int8pack_mm.default
@@ -47,7 +47,7 @@ def dequantise(weight: PackedInt8, rows: slice) -> torch.Tensor:
     """Rows [start, stop) of W as fp32 [stop - start, K]; exact. In the thread's working memory:
     until it is used again."""
     values = weight.values[rows, : weight.inputs]
-    return floats(*values.shape).copy_(values).mul_(weight.scales[rows].float()[:, None])
+    return room(*values.shape).copy_(values).mul_(weight.scales[rows].float()[:, None])
 
 
 def rows_of(weight: PackedInt8, rows: torch.Tensor) -> torch.Tensor:
