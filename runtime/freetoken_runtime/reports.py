@@ -123,7 +123,11 @@ class ExpertStats:
     included; `read_bytes`: from the disk; `waves`: rounds that layers needed to bring the experts
     of a pass through their slots; `evictions`: experts that gave way; `in_place`: how many were
     computed from where they lie, without a slot; `waited_s`: seconds in which nothing could be
-    computed because experts were on their way."""
+    computed because experts were on their way. `prefetched`: guesses at what the next layer wants
+    that were begun to fetch, of which `prefetched_used` were right and saved `prefetch_saved_s` of
+    waiting at most. `ways`: what passes over one row do now, "split" (missing experts are computed
+    where they lie as well) and "prefetch"; `link_bytes_per_s`, `compute_bytes_per_s`: the measured
+    rates of fetching and of computing in place, None where there is no choice."""
 
     level: Offload
     slots: int = 0
@@ -136,6 +140,17 @@ class ExpertStats:
     evictions: int = 0
     in_place: int = 0
     waited_s: float = 0.0
+    prefetched: int = 0
+    prefetched_used: int = 0
+    prefetch_saved_s: float = 0.0
+    ways: tuple[str, ...] = ()
+    link_bytes_per_s: float | None = None
+    compute_bytes_per_s: float | None = None
+
+    @property
+    def prefetch_precision(self) -> float | None:
+        """The part of the guesses that were right; None before the first."""
+        return self.prefetched_used / self.prefetched if self.prefetched else None
 
 
 @dataclass(frozen=True)

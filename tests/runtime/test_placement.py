@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetoken_runtime.experts.placement import PlacementPolicy, Split, TrialSettings, split
+from freetoken_runtime.experts.placement import PlacementPolicy, Split, split
 from freetoken_runtime.experts.rates import Costs, ExpertRates, LinearRate
 from freetoken_runtime.experts.traces import TraceShape, calibrated
+from freetoken_runtime.experts.trials import TrialSettings
 
 SIZE = 1 << 20  # bytes of an expert
 LAYERS = 6

@@ -11,25 +11,38 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 from ..layers.expert import Demand, Served
 from .ahead import Ahead
-from .placing import Beside, Placing
+from .beside import Beside
+from .placement import PlacementPolicy
+from .prefetch import Prefetch
 from .scratch import Conversion
 from .slots import Slot, SlotPool
+from .step import Step
 from .supply import FETCH_THREADS, StoreLayer, Supply
 from .waiting import Lease
 
 
-class Pass:
-    """What is known of the pass that goes on. Mutable. `streams`: decided once, at its first layer.
-    `placing`: None where all that is missing is fetched."""
+@dataclass(frozen=True)
+class PassPlan:
+    """How a pass goes. It `streams` whole layers; or it is a `step` that is timed, in which there
+    may be a choice where what is missing is computed, or a guess at the next layer's experts."""
 
-    def __init__(self, supply: Supply, *, streams: bool, placing: Placing | None) -> None:
-        self.streams = streams
-        self.placing = placing
+    streams: bool = False
+    step: Step | None = None
+    placement: PlacementPolicy | None = None
+    prefetch: Prefetch | None = None
+
+
+class Pass:
+    """What is known of the pass that goes on. Mutable. `plan`: decided once, at its first layer."""
+
+    def __init__(self, supply: Supply, plan: "PassPlan") -> None:
+        self.plan = plan
         self.layer = -1
         self.wanted: dict[SlotPool, int] = {}
         self.ahead = Ahead(supply)
@@ -47,6 +60,8 @@ class Pass:
         """Nothing is held any more."""
         self._end_turn()
         self.ahead.let_go()
+        if self.plan.prefetch is not None:
+            self.plan.prefetch.let_go()
 
     def _end_turn(self) -> None:
         if self._turn is not None:
@@ -64,6 +79,7 @@ class Turn:
     def __init__(self, supply: Supply, going: Pass, wanted: Sequence[Demand]) -> None:
         self._supply = supply
         self._going = going
+        self._plan = going.plan
         self._number = going.layer
         self._layer: StoreLayer = supply.layers[going.layer]
         self._direct = self._layer.direct
@@ -79,47 +95,47 @@ class Turn:
 
     def _find(self, wanted: Sequence[Demand]) -> None:
         """Where each expert is."""
+        if self._plan.step is not None:
+            self._plan.step.wants(wanted)
         if self._direct is not None:
             self._in_place.extend(wanted)
             return
         going, pool = self._going, self._layer.pool
         going.wanted[pool] = going.wanted.get(pool, 0) + len(wanted)
         pool.demand = max(pool.demand, going.wanted[pool])
-        found = [(demand, pool.ask((self._number, demand.expert))) for demand in wanted]
+        keys = [(self._number, demand.expert) for demand in wanted]
+        if self._plan.prefetch is not None:
+            self._plan.prefetch.asked(self._number, keys)
+        slots = [pool.ask(key) for key in keys]
         going.ahead.let_go()  # of what was fetched ahead, that which is wanted is held from here on
-        missing = [demand for demand, slot in found if slot is None]
-        for slot in (slot for _, slot in found if slot is not None):
-            if slot.filling is None:
-                self._at_hand.append((slot, self._hold(slot)))
-            else:
-                self._arriving.append((slot, self._hold(slot)))
+        missing = [demand for demand, slot in zip(wanted, slots, strict=True) if slot is None]
+        for slot in slots:
+            if slot is not None:
+                queue = self._at_hand if slot.filling is None else self._arriving
+                queue.append((slot, self._hold(slot)))
         self._supply.tally.add(
-            hits=len(found) - len(missing),
+            hits=len(wanted) - len(missing),
             misses=len(missing),
-            waves=-(-len(found) // len(pool)),
+            waves=-(-len(wanted) // len(pool)),
         )
-        self._place(wanted, missing)
+        self._place(missing)
 
-    def _place(self, wanted: Sequence[Demand], missing: Sequence[Demand]) -> None:
-        placing = self._going.placing
-        if placing is None:
+    def _place(self, missing: Sequence[Demand]) -> None:
+        placement = self._plan.placement
+        if placement is None or not missing or not self._layer.tier.near:
             self._missing.extend(missing)
             return
-        placing.counted(wanted)
-        if missing and self._layer.tier.near:
-            split = placing.split(missing, self._layer.pool.slot_bytes)
-            self._missing.extend(missing[index] for index in split.fetched)
-            self._in_place.extend(missing[index] for index in split.computed)
-        else:
-            self._missing.extend(missing)
+        split = placement.split([demand.rows for demand in missing], self._layer.pool.slot_bytes)
+        self._missing.extend(missing[index] for index in split.fetched)
+        self._in_place.extend(missing[index] for index in split.computed)
 
     def serve(self) -> Iterator[Served]:
         while self._at_hand or self._arriving or self._missing or self._in_place:
             seen = self._supply.changes.count
             self._fetch()
-            if self._going.streams and not self._missing:
-                self._going.ahead.fetch(self._number + 1)
             served = self._next()
+            if not self._missing:
+                self._use_the_link()
             if served is None:
                 self._wait(seen)
             else:
@@ -135,12 +151,16 @@ class Turn:
         """Nothing that was handed out is used any more."""
         for lease in self._leases:
             lease.release()
-        placing = self._going.placing
-        if placing is None:
-            return
-        if self._layer.tier.near and self._direct is None:
-            placing.took(self._layer.pool.slot_bytes, self._fetched_s, self._beside)
-        placing.ended(self._number, max((x.back_s for x in self._leases), default=0.0))
+        placement = self._plan.placement
+        if placement is not None and self._layer.tier.near and self._direct is None:
+            size_bytes = self._layer.pool.slot_bytes
+            if self._fetched_s:
+                placement.fetched(len(self._fetched_s), size_bytes, max(self._fetched_s))
+            if self._beside.rows:
+                placement.computed(self._beside.rows, size_bytes, self._beside.seconds())
+        if self._plan.step is not None:
+            back_s = max((lease.back_s for lease in self._leases), default=0.0)
+            self._plan.step.ended(self._number, back_s)
 
     def _hold(self, slot: Slot) -> Lease:
         slot.held = True
@@ -151,7 +171,7 @@ class Turn:
     def _fetch(self) -> None:
         """Begin to fetch what there is room for. What a long pass brings passes through: read once,
         it leaves those slots alone that earned their experts."""
-        pool, streams = self._layer.pool, self._going.streams
+        pool, streams = self._layer.pool, self._plan.streams
         while self._missing:
             key = (self._number, self._missing[0].expert)
             sparing = streams and bool(self._at_hand or self._arriving)  # whose slots will be free
@@ -162,6 +182,13 @@ class Turn:
             lease = self._hold(slot)
             self._supply.begin(key, slot).add_done_callback(self._filled)
             self._arriving.append((slot, lease))
+
+    def _use_the_link(self) -> None:
+        """All that is missing is on its way."""
+        if self._plan.streams:
+            self._going.ahead.fetch(self._number + 1)
+        elif self._plan.prefetch is not None and not self._arriving:
+            self._plan.prefetch.fetch(self._number)
 
     def _filled(self, filling: Future[None]) -> None:
         self._fetched_s.append(time.perf_counter() - self._begun_s)

@@ -113,6 +113,17 @@ class Costs:
     compute_s_per_row_byte: float
     workers: int = 1
 
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """B_p; None where it is not known to take any time."""
+        return 1.0 / self.link_s_per_byte if self.link_s_per_byte else None
+
+    @property
+    def compute_bytes_per_s(self) -> float | None:
+        """B_c, for one row."""
+        per_byte = self.compute_s_per_byte + self.compute_s_per_row_byte
+        return self.workers / per_byte if per_byte else None
+
     def fetch_s(self, experts: int, size_bytes: int) -> float:
         """Bringing so many experts of `size_bytes` each."""
         if experts == 0:

@@ -30,13 +30,16 @@ SCRATCHES = 2  # of each form: as many as fetching threads
 @dataclass(eq=False)
 class Slot:
     """Room for one expert. Mutable, by its pool and by who serves. `expert` computes with what is
-    in `memory`. `filling`: who is writing into it. `held`: it is yet to be used, and stays."""
+    in `memory`. `filling`: who is writing into it; `began_s`, `filled_s`: when that was begun and
+    done, on the clock of `perf_counter`, 0 if not yet. `held`: it is yet to be used, and stays."""
 
     memory: memoryview
     expert: Expert
     key: Key | None = None
     filling: Future[None] | None = None
     held: bool = False
+    began_s: float = 0.0
+    filled_s: float = 0.0
 
     @property
     def evictable(self) -> bool:
@@ -137,6 +140,20 @@ class SlotPool:
         self.evictions += 1
         self.drop(victim)
         return self._take(self._free.pop(), key, settled=settled)
+
+    def claim_guess(self, key: Key, limit: int) -> Slot | None:
+        """A slot for an expert that nobody has asked for yet: a free one, one whose expert has not
+        settled, or, if that would be no more than `limit`, the one that a missing expert would take
+        next. None if there is none."""
+        spare = next((slot for slot in self._passing.values() if slot.evictable), None)
+        if not self._free and spare is None and not self._crowded and len(self._passing) < limit:
+            spare = next((slot for slot in self._settled.values() if slot.evictable), None)
+        if not self._free:
+            if spare is None:
+                return None
+            self.evictions += 1
+            self.drop(spare)
+        return self._take(self._free.pop(), key, settled=False)
 
     def drop(self, slot: Slot) -> None:
         """Forget what a slot holds."""

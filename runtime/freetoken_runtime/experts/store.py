@@ -23,11 +23,12 @@ from ..layers.expert import Demand, Served
 from ..plan import SlotDemand
 from ..reports import ExpertStats, Offload
 from .fetch import Disk, Fetcher, unfinished
-from .passes import Pass
+from .passes import Pass, PassPlan
 from .placement import PlacementPolicy
-from .placing import Placing
+from .prefetch import Prefetch
 from .rates import ExpertRates
 from .slots import SCRATCHES, SlotPool
+from .step import Judge, Step
 from .supply import FETCH_THREADS, StoreLayer, Supply
 from .tiers import DirectTier, Tier
 
@@ -41,7 +42,8 @@ class ExpertStore:
     """Layers are added while a model is built; then one thread at a time serves, layer by layer in
     each pass. What is handed out may be released by any thread; `counts` may be read by any.
     `streams`: whether long passes fetch ahead. `placement`: where missing experts are computed, if
-    there is a choice. `watch`: told what every layer wants, by number, before slots are asked."""
+    there is a choice. `prefetch`: whether short passes guess what the next layer wants. `watch`:
+    told what every layer wants, by number, before slots are asked."""
 
     def __init__(
         self, level: Offload, disk: Disk | None = None, *, timeout_s: float = TIMEOUT_S
@@ -52,6 +54,7 @@ class ExpertStore:
         self.disk = Disk() if disk is None else disk
         self.streams = True
         self.placement: PlacementPolicy | None = None
+        self.prefetch: Prefetch | None = None
         self.watch: Callable[[int, Sequence[int]], None] | None = None
         self._supply = Supply(level, timeout_s)
         self._pools: dict[object, SlotPool] = {}
@@ -78,8 +81,10 @@ class ExpertStore:
         pool = SlotPool(tier.form)
         if not isinstance(tier, DirectTier):
             pool = self._pools.setdefault(tier.form, pool)
-            if tier.near and self.placement is None:
-                self.placement = PlacementPolicy(ExpertRates())
+            if tier.near:
+                self.placement = self.placement or PlacementPolicy(ExpertRates())
+            else:
+                self.prefetch = self.prefetch or Prefetch(self._supply)
         self._layers.append(StoreLayer(tier, pool, num_experts, top_k))
         return LayerExperts(self, len(self._layers) - 1)
 
@@ -138,11 +143,20 @@ class ExpertStore:
 
     @property
     def counts(self) -> ExpertStats:
+        ways, rates = [], None
+        if self.placement is not None:
+            rates = self.placement.rates.beside()
+            ways += ["split"] if self.placement.way(1) == "split" else []
+        elif self.prefetch is not None:
+            ways += ["prefetch"] if self.prefetch.active(1) else []
         return replace(
             self._supply.tally.stats(),
             slots=sum(len(pool) for pool in self._pools.values()),
             slot_bytes=sum(len(pool) * pool.slot_bytes for pool in self._pools.values()),
             evictions=sum(pool.evictions for pool in self._pools.values()),
+            ways=tuple(ways),
+            link_bytes_per_s=None if rates is None else rates.link_bytes_per_s,
+            compute_bytes_per_s=None if rates is None else rates.compute_bytes_per_s,
         )
 
     # -- serving
@@ -174,6 +188,12 @@ class ExpertStore:
         finally:
             self._serving.release()
 
+    def guesses(self, number: int, rows: int) -> bool:
+        """Whether passes over so many rows guess what this layer will want."""
+        if self.prefetch is None or self.placement is not None or self._layers[number].tier.near:
+            return False
+        return self.prefetch.active(rows)
+
     def _enter(self, number: int, rows: int) -> Pass:
         """Layers come in ascending order, so that any other order begins a pass."""
         going = self._pass
@@ -182,12 +202,18 @@ class ExpertStore:
             for pool in self._pools.values():
                 if pool.poison:
                     pool.spoil_free()
-            streams = self.streams and self._layers[number].coverage(rows) >= STREAMED_COVERAGE
-            placing = None
-            if self.placement is not None and not streams:
-                placing = Placing(self.placement, rows, last=len(self._layers) - 1)
-            going = self._pass = Pass(self._supply, streams=streams, placing=placing)
+            going = self._pass = Pass(self._supply, self._plan(number, rows))
         return going
+
+    def _plan(self, number: int, rows: int) -> PassPlan:
+        """Where there is a choice of places there is no slow link that guesses would help."""
+        if self.streams and self._layers[number].coverage(rows) >= STREAMED_COVERAGE:
+            return PassPlan(streams=True)
+        placement = self.placement
+        prefetch = self.prefetch if placement is None else None
+        judges: list[Judge] = [judge for judge in (placement, prefetch) if judge is not None]
+        step = Step(judges, rows, last=len(self._layers) - 1) if judges else None
+        return PassPlan(step=step, placement=placement, prefetch=prefetch)
 
     def _end_pass(self) -> None:
         if self._pass is not None:
@@ -206,6 +232,15 @@ class LayerExperts:
 
     def serve(self, wanted: Sequence[Demand], rows: int) -> Serving:
         return self.store.serve(self.number, wanted, rows)
+
+    def foresees(self, rows: int) -> bool:
+        """`layers.moe.Foresight`."""
+        return self.store.guesses(self.number, rows)
+
+    def likely(self, experts: Sequence[int]) -> None:
+        """`layers.moe.Foresight`."""
+        if self.store.prefetch is not None:
+            self.store.prefetch.likely(self.number, experts)
 
     @property
     def size_bytes(self) -> int:

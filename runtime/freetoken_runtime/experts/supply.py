@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the experts of all layers come from, and who brings them: what every pass works with."""
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -48,6 +49,7 @@ class Supply:
 
     def begin(self, key: Key, slot: Slot) -> Future[None]:
         """Begin to fill a slot that was claimed for this expert."""
+        slot.began_s = slot.filled_s = 0.0
         job = partial(self._load, self.layers[key[0]].tier, key[1], slot)
         slot.filling = filling = self.fetcher.submit(job)
         filling.add_done_callback(self.changes.tell)
@@ -76,5 +78,7 @@ class Supply:
 
     def _load(self, tier: Tier, expert: int, slot: Slot) -> None:
         """In a fetching thread."""
+        slot.began_s = time.perf_counter()
         read = tier.load(expert, slot.memory)
+        slot.filled_s = time.perf_counter()
         self.tally.add(fetched=1, read_bytes=read)

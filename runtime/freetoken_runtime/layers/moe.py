@@ -50,9 +50,11 @@ class Router:
             return self.linear.few(rows)
         return self.linear.many(pad_rows(rows))[: len(rows)]
 
-    def like(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] fp32 -> about the logits [T, E]."""
-        return self._logits(x, Form.FEW)[:, : self.spec.num_experts]
+    def likely(self, x: torch.Tensor) -> list[int]:
+        """The experts that rows like x [T, H] choose, the likeliest first."""
+        logits = self._logits(x, Form.FEW)[:, : self.spec.num_experts]
+        best_first = route(logits, self.spec, self.correction).chosen.T.flatten().tolist()
+        return [expert for expert, _ in Counter(best_first).most_common()]
 
     def routes(self, logits: torch.Tensor) -> Routes:
         return route(logits, self.spec, self.correction)
@@ -123,9 +125,7 @@ class Moe:
         """Tell where the experts come from which ones rows like x [T, H] would choose: those of an
         earlier layer, as this one's input is not known yet. What is computed does not change."""
         if self._foresight is not None:
-            chosen = self.router.routes(self.router.like(x)).chosen
-            best_first = chosen.T.flatten().tolist()
-            self._foresight.likely([expert for expert, _ in Counter(best_first).most_common()])
+            self._foresight.likely(self.router.likely(x))
 
     def foresees(self, rows: int) -> bool:
         """Whether `foresee` is of use in passes of so many rows."""

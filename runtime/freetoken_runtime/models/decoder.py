@@ -120,7 +120,7 @@ class Decoder:
         """Hidden rows as `forward` returns them [n, H] -> [n, vocab] fp32. In the FEW form, the
         one generation uses, a row's logits are the same bits whatever rows stand beside it."""
         head, spec = self._parts.head, self.spec
-        if form is Form.MANY or self._head_batches:
+        if form is not Form.FEW or self._head_batches:
             logits = head(hidden, [RowGroup(0, len(hidden), form)]).float()
         else:
             logits = torch.cat([head.few(row) for row in torch.split(hidden, 1)]).float()
