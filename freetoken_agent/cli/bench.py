@@ -20,6 +20,7 @@ from freetoken_agent.catalog import resolve
 from freetoken_runtime.bench.machine import Machine, read_machine
 from freetoken_runtime.bench.timing import Figure, OnTurn, Target
 
+from .bench_elastic import ELASTIC_MODEL, elastic_measures
 from .bench_offload import OffloadSettings, Part, offload_measures
 from .bench_sessions import SessionSettings, measure_edit, measure_fork, measure_load
 from .opening import ModelName
@@ -135,6 +136,19 @@ def bench_fork(
     """A fork with its commit; it must copy no state."""
     settings = SessionSettings(model, tokens, forks=rounds, threads=threads)
     _run(_forks(settings), model, threads, strict)
+
+
+@app.command("elastic")
+@command
+def bench_elastic(
+    tokens: Tokens = 16_000,
+    threads: Threads = None,
+    strict: Strict = False,
+    json: Json = False,
+) -> None:
+    """A session that grows and goes back beside one that decodes, on half and on all of a budget:
+    with memory that moves between experts and states, and without."""
+    _run(elastic_measures(tokens, threads), ELASTIC_MODEL, threads, strict)
 
 
 @app.command("offload")
