@@ -6,7 +6,7 @@
     groups                     which kernel form serves which rows (linear layers see groups)
 
 A row's kernel form follows from *its own* sequence's rows in this pass, never from the batch's, so
-that a neighbour changes no token. Rows with form MANY come first.
+that a neighbour changes no token. Rows with a form for many come first.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,13 @@ import torch
 
 
 class Form(Enum):
-    """Kernel form of a group of rows: GEMM over many rows, or the packed form for few."""
+    """Kernel form of a group of rows: the packed form for few, or a GEMM over many. Weights that
+    are not integers know one form for many."""
 
-    MANY = "many"
+    MANY = "many"  # activations as they are
     FEW = "few"
+    MANY_ROUNDED = "many, activations in bfloat16"
+    MANY_INT8 = "many, activations in int8"
 
 
 class LayerState(Protocol):

@@ -9,13 +9,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from .errors import InvalidConfig
 from .reports import Offload
 
 DType = Literal["auto", "float32", "bfloat16"]
 Quant = Literal["int8", "int4"]
+Prefill = Literal["exact", "bfloat16", "int8"]
 
 MAX_THREADS = 256
 MAX_CHUNK = 8192
@@ -32,6 +33,9 @@ class EngineConfig:
     quant             None, "int8" (per channel) or "int4" (groups) for linear layers
     threads           compute threads
     ram_budget_bytes  weights, states and working memory together
+    prefill           how passes over many rows round activations between integer weights: "exact"
+                      keeps fp32; "bfloat16" and "int8" (of quant="int8" only) are faster on CPUs
+                      that have instructions for them, lossy, and share no stored state with others
     prefill_chunk     rows of one prompt that are forwarded in one pass
     max_batch         sequences that decode in one pass
     anchor_interval   tokens between the interior anchors of layers that cannot be sliced
@@ -49,6 +53,7 @@ class EngineConfig:
     quant: Quant | None = None
     threads: int | None = None
     ram_budget_bytes: int | None = None
+    prefill: Prefill = "exact"
     prefill_chunk: int = 256
     max_batch: int = 8
     anchor_interval: int = 1024
@@ -59,6 +64,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("quant", self.quant, (None, "int8", "int4"))
+        allowed = {None: ("exact",), "int4": ("exact", "bfloat16")}
+        _one_of("prefill", self.prefill, allowed.get(self.quant, get_args(Prefill)))
         if self.threads is not None:
             _within("threads", self.threads, 1, MAX_THREADS)
         if self.ram_budget_bytes is not None:
@@ -90,12 +97,23 @@ class ResolvedConfig:
     quant: Quant | None
     threads: int
     ram_budget_bytes: int
+    prefill: Prefill
     prefill_chunk: int
     max_batch: int
     anchor_interval: int
     hash_cache: Path | None
     offload: Offload | None  # None: by what fits, which only the weights can tell
     expert_slots: int | None
+
+    def fingerprint_parts(self) -> dict[str, str]:
+        """What of it decides a state. The exact way has no name: it is everybody's."""
+        return {} if self.prefill == "exact" else {"prefill": self.prefill}
+
+    def notes(self) -> tuple[str, ...]:
+        """What deserves to be known, one sentence each."""
+        if self.prefill == "exact":
+            return ()
+        return (f"prefill is lossy: activations between integer weights are {self.prefill}",)
 
 
 def resolve(config: EngineConfig, host: Host) -> ResolvedConfig:
@@ -106,6 +124,7 @@ def resolve(config: EngineConfig, host: Host) -> ResolvedConfig:
         quant=config.quant,
         threads=config.threads or host.threads or host.cores,
         ram_budget_bytes=config.ram_budget_bytes or host.memory_bytes * 3 // 4,
+        prefill=config.prefill,
         prefill_chunk=config.prefill_chunk,
         max_batch=config.max_batch,
         anchor_interval=config.anchor_interval,

@@ -64,9 +64,13 @@ class Engine:
         self._config = config
         self.context_limit = spec.context_limit
         self.formats = model.formats  # matrix -> how its weights are held
-        self.notes = model.notes  # what was not done as asked, one sentence each
+        self.notes = (
+            *model.notes,
+            *config.notes(),
+        )  # what was not done as asked, one sentence each
         # Everything that decides a state; see `digest`.
-        self.fingerprint = fingerprint({**model.fingerprint_parts(), "kv_dtype": "float32"})
+        parts = {**model.fingerprint_parts(), **config.fingerprint_parts()}
+        self.fingerprint = fingerprint({**parts, "kv_dtype": "float32"})
         pool = Pool(StateLayout.of(spec.states(), torch.float32), poison=poison)
         plan = model.plan(config)
         model.experts.resize(plan.slots, poison=poison)
@@ -77,7 +81,7 @@ class Engine:
         self._lookup = Lookup(self.fingerprint.digest, self._index, self._history)
         self._spaces = Spaces(pool)
         self._governor = ThreadGovernor(config.threads)
-        self._runner = Runner(model.decoder, self._governor)
+        self._runner = Runner(model.decoder, self._governor, config.prefill)
         worth = Worth(self._spaces, self._index, self._runner.rates)
         self._keeper = StateKeeper(
             self._spaces, self._index, self._lookup, self._history, self._budget, worth

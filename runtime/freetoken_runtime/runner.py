@@ -6,6 +6,7 @@ changes a token, and knows nothing of requests.
 """
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -13,11 +14,20 @@ import numpy as np
 import torch
 
 from .batch import Batch, Form, RowGroup, SequenceRows
+from .config import Prefill
 from .contention import ThreadGovernor
+from .errors import InvalidConfig
+from .kernels.int8_linear.cpu import has_exact_sums
 from .models.decoder import Decoder
 from .rates import Rates
 from .state.digest import Ids
 from .state.sequence import Sequence
+
+_MANY: Mapping[Prefill, Form] = {
+    "exact": Form.MANY,
+    "bfloat16": Form.MANY_ROUNDED,
+    "int8": Form.MANY_INT8,
+}
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,18 @@ class Work:
 class Runner:
     """Owner thread only. `rows` and `seconds` grow with every pass."""
 
-    def __init__(self, decoder: Decoder, governor: ThreadGovernor) -> None:
+    def __init__(
+        self, decoder: Decoder, governor: ThreadGovernor, prefill: Prefill = "exact"
+    ) -> None:
+        """InvalidConfig if this machine cannot compute that kind of prefill."""
+        if prefill == "int8" and not has_exact_sums():
+            raise InvalidConfig(
+                "this machine adds products of int8 with saturation",
+                value='prefill="int8"',
+                remedy='use prefill="exact"',
+            )
         self._decoder = decoder
+        self._many = _MANY[prefill]
         self._governor = governor
         decoder.workers.helpers = governor.most - 1
         self.vocab_size = decoder.spec.vocab_size
@@ -114,8 +134,8 @@ class Runner:
             starts[index] = start
             cuts = tuple(w + 1 for w in work.wanted if w + 1 < len(work.ids))
             sequences.append(SequenceRows(work.sequence, start, stop, cuts))
-            form = Form.FEW if few[index] else Form.MANY
-            joins = form is Form.MANY or self._decoder.few_rows_batch
+            form = Form.FEW if few[index] else self._many
+            joins = form is not Form.FEW or self._decoder.few_rows_batch
             if joins and groups and groups[-1].form is form:
                 groups[-1] = RowGroup(groups[-1].start, stop, form)
             else:

@@ -2,7 +2,7 @@
 """Linear layers: one weight value, a kernel form for many rows and one for few."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,6 +34,14 @@ class Linear(ABC):
     def many(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, K] fp32 -> [n, N], n >= 16."""
 
+    def many_rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """`many` with activations in bf16, where that is a form of its own."""
+        return self.many(x)
+
+    def many_int8(self, x: torch.Tensor) -> torch.Tensor:
+        """`many` with activations in int8, a scale for each row, where that is a form."""
+        return self.many(x)
+
     @abstractmethod
     def few(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, K] fp32 -> [n, N] fp32 or bf16."""
@@ -53,7 +61,15 @@ class Linear(ABC):
         return torch.cat([self._form(g.form, x[g.start : g.stop]) for g in groups])
 
     def _form(self, form: Form, x: torch.Tensor) -> torch.Tensor:
-        return self.many(x) if form is Form.MANY else self.few(x)
+        match form:
+            case Form.FEW:
+                return self.few(x)
+            case Form.MANY:
+                return self.many(x)
+            case Form.MANY_ROUNDED:
+                return self.many_rounded(x)
+            case Form.MANY_INT8:
+                return self.many_int8(x)
 
 
 class DenseLinear(Linear):
@@ -86,7 +102,7 @@ class DenseLinear(Linear):
 
 class IntegerLinear(Linear):
     """Weights as packed integers: a packed op with bf16 activations for few rows, dequantising and
-    an fp32 GEMM with fp32 activations for many."""
+    an fp32 GEMM with fp32 activations for many. Rounded forms for many are for those who ask."""
 
     few_rows_batch = True  # each output is one dot product in a fixed order
 
@@ -108,13 +124,27 @@ class IntegerLinear(Linear):
         return out if self._bias is None else out + self._bias
 
     def many(self, x: torch.Tensor) -> torch.Tensor:
+        return self._in_slices(lambda rows: linear(x, self._dequantise(rows)))
+
+    def many_rounded(self, x: torch.Tensor) -> torch.Tensor:
+        rounded, weight = x.bfloat16(), self._weight
+        if isinstance(weight, int8.PackedInt8):
+            return self._in_slices(lambda rows: int8.many_rounded(rounded, weight, rows))
+        return self._in_slices(lambda rows: int4.many_rounded(rounded, weight, rows))
+
+    def many_int8(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self._weight
+        assert isinstance(weight, int8.PackedInt8), "refused by the configuration"
+        activations = int8.quantise_rows(x)
+        return self._in_slices(lambda rows: int8.many_int8(activations, weight, rows))
+
+    def _in_slices(self, compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """[n, N] fp32 from some outputs at a time."""
         step = max(64, _SLICE_ELEMENTS // self.inputs // 64 * 64)
-        parts = []
-        for start in range(0, self.outputs, step):
-            rows = slice(start, min(start + step, self.outputs))
-            bias = None if self._bias is None else self._bias[rows]
-            parts.append(linear(x, self._dequantise(rows), bias))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        starts = range(0, self.outputs, step)
+        parts = [compute(slice(start, min(start + step, self.outputs))) for start in starts]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return whole if self._bias is None else whole.add_(self._bias)
 
     def _dequantise(self, rows: slice) -> torch.Tensor:
         if isinstance(self._weight, int8.PackedInt8):

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from ...errors import UnsupportedQuantization
+from ..dense_linear.cpu import linear
 from ..integers import Int4Values
 from ..working_memory import room
 
@@ -86,6 +87,13 @@ def dequantise(weight: PackedInt4, rows: slice) -> torch.Tensor:
     torch.addcmul(zeros, groups, scales, out=groups)
     dense = turned[: weight.inputs, : stop - rows.start]
     return (dense if dense.is_contiguous() else dense.contiguous()).t()
+
+
+def many_rounded(x: torch.Tensor, weight: PackedInt4, rows: slice) -> torch.Tensor:
+    """x [n, K] bf16 -> [n, stop - start] fp32. Here the weights are rounded to bf16 as well: a
+    group's scale does not come out of a sum over all of K."""
+    turned = dequantise(weight, rows).t()
+    return linear(x, room(*turned.shape, dtype=torch.bfloat16).copy_(turned).t()).float()
 
 
 @lru_cache(maxsize=1)
