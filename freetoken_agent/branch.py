@@ -27,7 +27,7 @@ from freetoken_storage.records import (
 )
 
 from . import codec
-from .codec import BranchBody, Head, LogEntry
+from .codec import BranchBody, CallMark, Head, LogEntry
 from .errors import InvalidEdit, NothingToRedo, NothingToUndo
 from .path import Body, Path, Place
 
@@ -95,6 +95,11 @@ class Branch:
         return self._body.pins
 
     @property
+    def calls(self) -> tuple[CallMark, ...]:
+        """How far the open calls have come."""
+        return self._body.calls
+
+    @property
     def head(self) -> Head:
         return Head(self._record.head, self._path.tail)
 
@@ -127,11 +132,13 @@ class Branch:
         group: StepGroup | None = None,
         logged: bool = True,
         session_body: bytes | None = None,
+        calls: Sequence[CallMark] = (),
     ) -> int | None:
         """Make `path` the branch's path in one durable transaction; returns the step's number.
 
         `group`: the commit continues that step if it is the last one. `logged=False` makes no
-        step at all. SessionConflict and StoreFull change nothing.
+        step at all. `calls`: what is known of the calls that stay open. SessionConflict and
+        StoreFull change nothing.
         """
         body, position = self._body, self._body.position
         continued = group is not None and group.log_id == position - 1 and body.tip is None
@@ -139,7 +146,7 @@ class Branch:
         if logged and not continued:
             entry = LogEntry(label, self.head, time.time())
             position += 1
-        new_body = BranchBody(path.tail, position, None, body.pins)
+        new_body = BranchBody(path.tail, position, None, body.pins, tuple(calls))
         start, nodes = _new_nodes(path)
         committed = self._write(
             Changes(
@@ -203,6 +210,12 @@ class Branch:
     def set_pins(self, pins: Sequence[str]) -> None:
         """Remember which segments' states are protected. No undo step."""
         body = replace(self._body, pins=tuple(pins))
+        self._write(Changes(body=codec.pack_branch(body)))
+        self._body = body
+
+    def mark_calls(self, calls: Sequence[CallMark]) -> None:
+        """Remember how far the open calls have come. No undo step."""
+        body = replace(self._body, calls=tuple(calls))
         self._write(Changes(body=codec.pack_branch(body)))
         self._body = body
 

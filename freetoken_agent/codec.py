@@ -3,7 +3,7 @@
 
     segment   v id kind content text ids origin name arguments call_id error replaces source meta
     node      v gap text joins stale
-    branch    v tail position tip pins            log entry   v label node tail time
+    branch    v tail position tip pins calls      log entry   v label node tail time
     session   v model tokenizer template fingerprint variables now_s history_thinking meta initial
 
 Token ids are packed as little-endian uint32, integers beyond 64 bits as decimal digits. A higher
@@ -13,9 +13,9 @@ tombstone: its id and nothing else.
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -36,15 +36,33 @@ class Head:
     tail: Tail
 
 
+CallState = Literal["approved", "denied", "running", "finished"]
+
+
+@dataclass(frozen=True)
+class CallMark:
+    """How far an open call has come; `segment` is the call's. `text` and `error`: why it was
+    denied, or the result of one that has finished, before it enters the path; `live`: what the
+    model is to see instead of that result."""
+
+    segment: str
+    state: CallState
+    text: str = ""
+    error: bool = False
+    live: str | None = None
+
+
 @dataclass(frozen=True)
 class BranchBody:
     """`position`: how many log steps are applied. `tip`: the head behind the last step, kept while
-    some are undone. `pins`: segment ids whose states are protected."""
+    some are undone. `pins`: segment ids whose states are protected. `calls`: of the open calls at
+    the head, those that were decided or started; any edit of the branch forgets them."""
 
     tail: Tail = "closed"
     position: int = 0
     tip: Head | None = None
     pins: tuple[str, ...] = ()
+    calls: tuple[CallMark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,8 +158,15 @@ def unpack_node(data: bytes, body: Body, node: int) -> Place:
 
 def pack_branch(body: BranchBody) -> bytes:
     tip = None if body.tip is None else [body.tip.node, body.tip.tail]
+    calls = [list(astuple(mark)) for mark in body.calls]
     return _pack(
-        {"tail": body.tail, "position": body.position, "tip": tip, "pins": list(body.pins)}
+        {
+            "tail": body.tail,
+            "position": body.position,
+            "tip": tip,
+            "pins": list(body.pins),
+            **({"calls": calls} if calls else {}),
+        }
     )
 
 
@@ -152,7 +177,8 @@ def unpack_branch(data: bytes) -> BranchBody:
     fields = _unpack(data)
     with _Reading():
         tip = None if fields["tip"] is None else Head(*fields["tip"])
-        return BranchBody(fields["tail"], fields["position"], tip, tuple(fields["pins"]))
+        calls = tuple(CallMark(*mark) for mark in fields.get("calls", ()))
+        return BranchBody(fields["tail"], fields["position"], tip, tuple(fields["pins"]), calls)
 
 
 def without_tip(body: BranchBody) -> BranchBody:

@@ -27,8 +27,11 @@ from .segments import ReusePlan, Segment, Usage
 class Draft:
     """The assistant turn that a model is writing. Belongs to one generation; not thread-safe."""
 
-    def __init__(self, handle: Handle, *, thinking: bool | None = None) -> None:
-        """SessionBusy, SessionReadOnly, NothingToGenerate, TemplateUnsupported."""
+    def __init__(
+        self, handle: Handle, *, thinking: bool | None = None, group: StepGroup | None = None
+    ) -> None:
+        """`group`: the undo step that it is part of. SessionBusy, SessionReadOnly,
+        NothingToGenerate, TemplateUnsupported."""
         self._handle = handle
         with handle.lock:
             self.model: Model
@@ -48,7 +51,7 @@ class Draft:
         self._branch = handle.branch
         self._head = handle.branch.head
         self._busy = True
-        self._group = StepGroup("generate")
+        self._group = group or StepGroup("generate")
         self._base = path
         self._path = path
         self._joins = path.tail != "closed"

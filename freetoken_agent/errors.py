@@ -20,6 +20,12 @@ FreetokenError
 ├── InvalidTool              a function that cannot be a tool
 │   └── ToolNameTaken        two tools of one name
 ├── InvalidOutputType        a type that cannot be an output type
+├── InvalidAgent             fields of an agent that do not go together
+├── RunError                 a run of an agent ended without an answer; `.result` is what there is
+│   ├── RunLimit             a limit was reached
+│   └── InvalidOutput        the answer is not of the output type, and no attempt is left
+├── RunUnfinished            the result of a run that has not ended
+├── PromptDiffers            the session's preamble is not the agent's, and must not be replaced
 ├── ModelRetry               raised by a tool: the model shall try again, with this text
 ├── ToolFailed               raised by a tool: this text is its result, an error
 └── StorageError
@@ -27,11 +33,12 @@ FreetokenError
         └── GenerationConflict   a generation was saved on another branch; `.branch` names it
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from freetoken_storage.errors import FreetokenError, SessionConflict
 
 if TYPE_CHECKING:
+    from .agent import Result
     from .segments import Segment
 
 MissingReason = Literal["deleted", "other_branch", "purged", "unknown"]
@@ -187,3 +194,45 @@ class GenerationConflict(SessionConflict):
     def __init__(self, what: str, *, branch: str) -> None:
         super().__init__(what, value=branch, remedy="reload() this handle, or open that branch")
         self.branch = branch
+
+
+class InvalidAgent(FreetokenError):
+    """Fields of an agent that are none, or do not go together."""
+
+    code = "invalid_agent"
+
+
+class RunError(FreetokenError):
+    """A run ended without an answer. `result` is what there is until then; the session keeps it."""
+
+    code = "run_error"
+
+    def __init__(
+        self, what: str, *, result: "Result[Any]", value: object = None, limit: object = None
+    ) -> None:
+        super().__init__(what, value=value, limit=limit, remedy="look at .result, and run again")
+        self.result = result
+
+
+class RunLimit(RunError):
+    """A run reached one of its limits."""
+
+    code = "run_limit"
+
+
+class InvalidOutput(RunError):
+    """The model's answers are not of the output type, and no attempt is left."""
+
+    code = "invalid_output"
+
+
+class RunUnfinished(FreetokenError):
+    """The result of a run was asked for before its end."""
+
+    code = "run_unfinished"
+
+
+class PromptDiffers(FreetokenError):
+    """The session's system text or tools are not the agent's, which must not replace them."""
+
+    code = "prompt_differs"

@@ -9,6 +9,15 @@ One generation yields, in this order:
     ToolCallReady?, SegmentFinished *     each segment, durable before its event
     ReplyFinished                   always the last; also after `length` and a cancel
 
+A run of an agent yields these for each of its model calls, and in between
+
+    ContextEdited *                 before a model call: what was edited, and its price
+    ApprovalRequest *               a call that somebody must decide about; then the run ends
+    ToolFinished *                  as calls end; the result is durable
+    SegmentFinished *               results enter the path, in call order
+    StepFinished                    the model call, its tools included
+    RunFinished                     always the last
+
 Deltas are whole characters: no delta ends inside a UTF-8 sequence. The text of a delta is for
 display; the finished segment holds the truth.
 """
@@ -17,7 +26,14 @@ from typing import Annotated, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .segments import Reply, ReusePlan, Segment
+from .segments import Edit, Reply, ReusePlan, Segment, Usage
+
+RunFinishReason = Literal["stop", "length", "cancelled", "pending", "limit"]
+"""stop       the model answered
+length     the answer was cut by `max_tokens`
+cancelled  somebody cancelled the run
+pending    calls wait for a decision
+limit      a limit was reached, and `on_limit="answer"` asked for an answer without tools"""
 
 
 class Place(TypedDict):
@@ -105,6 +121,48 @@ class ReplyFinished(_Event):
     reply: Reply
 
 
+class ApprovalRequest(_Event):
+    """A call that waits for `agent.resume(session, decisions={call.call_id: True})`."""
+
+    type: Literal["approval_request"] = "approval_request"
+    call: Segment
+
+
+class ToolFinished(_Event):
+    """A call has ended and its result is durable, though not on the path yet. `text` is what the
+    model will see, unless a hook changes it; `status` as in `ToolOutcome`."""
+
+    type: Literal["tool_finished"] = "tool_finished"
+    call: Segment
+    text: str
+    status: str
+    elapsed_s: float
+
+
+class ContextEdited(_Event):
+    """The run changed its context: `reason` names the rule, or the preamble. `edit.plan` prices the
+    path as it is now."""
+
+    type: Literal["context_edited"] = "context_edited"
+    reason: str
+    edit: Edit
+
+
+class StepFinished(_Event):
+    """A model call and what followed from it are done; editing is allowed until the next pull."""
+
+    type: Literal["step_finished"] = "step_finished"
+    reply: Reply
+
+
+class RunFinished(_Event):
+    """The run has ended; `Run.result` says how."""
+
+    type: Literal["run_finished"] = "run_finished"
+    finish_reason: RunFinishReason
+    usage: Usage
+
+
 GenerationEvent = Annotated[
     PlanReady
     | PrefillProgress
@@ -118,3 +176,22 @@ GenerationEvent = Annotated[
     Field(discriminator="type"),
 ]
 """Any of them, for parsing them back: `TypeAdapter(GenerationEvent)`."""
+
+RunEvent = Annotated[
+    PlanReady
+    | PrefillProgress
+    | ThinkingDelta
+    | TextDelta
+    | ToolCallStarted
+    | ToolCallDelta
+    | ToolCallReady
+    | SegmentFinished
+    | ReplyFinished
+    | ApprovalRequest
+    | ToolFinished
+    | ContextEdited
+    | StepFinished
+    | RunFinished,
+    Field(discriminator="type"),
+]
+"""Any event of a run."""

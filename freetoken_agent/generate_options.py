@@ -28,6 +28,11 @@ class GenerateKwargs(TypedDict, total=False):
     `thinking`: True or False asks the template for it, None leaves it to the template. `stop`:
     texts that end the answer once it contains one; they stay in the stored text, since sampled ids
     are kept as sampled. `force`: ids fed as if they had been sampled, then sampling goes on.
+
+    `tool_choice`: "auto", "none", "required", or the name of the tool that must be called.
+    `allowed_tools`: names of those that may be; None allows all of the path's. `output_schema`: a
+    JSON schema; the answer, if the model calls no tool, is one value that fits it. These bind what
+    comes after a thought, never the thought.
     """
 
     thinking: bool | None

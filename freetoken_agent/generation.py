@@ -63,8 +63,8 @@ class Generation:
     loop. Closed before the first pull it never begins.
     """
 
-    def __init__(self, session: "Session", **options: Unpack[GenerateKwargs]) -> None:
-        self._step = ModelStep(session, GenerateOptions.parse(options))
+    def __init__(self, step: ModelStep) -> None:
+        self._step = step
         self._events: deque[GenerationEvent] = deque()
         self._bell: _Bell | None = None  # since the first pull
         self._executor: ThreadPoolExecutor | None = None
@@ -243,7 +243,7 @@ class _Bell:
 
 async def reply(session: "Session", **options: Unpack[GenerateKwargs]) -> Reply:
     """Generate to the end."""
-    async with Generation(session, **options) as generation:
+    async with session.generate(**options) as generation:
         async for _ in generation:
             pass
         return generation.reply

@@ -5,7 +5,7 @@
     none         a text
     auto         a text, then perhaps calls
     required     calls; of one tool where it is named
-    a schema     one JSON value
+    a schema     one JSON value instead of the text
 
 Calls are written as the template writes them (`call_writing`), with the name of a known tool and
 arguments that fit its schema, and blanks only where the template has them.
@@ -39,8 +39,8 @@ class ToolShape:
 @dataclass(frozen=True)
 class Demand:
     """What a step asks of the model. `place`: where it begins to write: at the start of its turn,
-    inside a thought, or in a text that goes on. `schema`: of the answer, which then is one value
-    and has no calls. `thinks`: whether it may begin a thought of its own."""
+    inside a thought, or in a text that goes on. `schema`: of the answer, which then is one value.
+    `thinks`: whether it may begin a thought of its own."""
 
     place: Place
     choice: Choice = "auto"
@@ -92,7 +92,7 @@ class GrammarWriter:
             return None
         alternatives = []
         core = closer.strip()
-        if demand.choice != "required" or demand.schema is not None:
+        if demand.choice != "required":
             answer = self._answer(rules, demand)
             alternatives.append(f"{rules.until(core)} {_blanks(rules, closer)} {answer}")
         if writing is not None and _calls(demand):
@@ -112,7 +112,7 @@ class GrammarWriter:
     def _at_start(self, rules: Rules, demand: Demand) -> str:
         writing = self._writing
         alternatives = []
-        if demand.choice != "required" or demand.schema is not None:
+        if demand.choice != "required":
             alternatives.append(self._answer(rules, demand))
         if writing is not None and _calls(demand):
             calls = self._calls(rules, demand)
@@ -213,7 +213,7 @@ class GrammarWriter:
 
 
 def _calls(demand: Demand) -> bool:
-    return demand.choice != "none" and demand.schema is None and bool(demand.tools)
+    return demand.choice != "none" and bool(demand.tools)
 
 
 def _blanks(rules: Rules, closer: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from freetoken_storage.errors import FreetokenError
 
 from . import events, parsing
+from .branch import StepGroup
 from .draft import Draft
 from .events import GenerationEvent
 from .generate_options import GenerateOptions
@@ -33,10 +34,19 @@ class ModelStep:
     what the model writes instead ends the reply and is not kept (a cut second call is such a text).
     """
 
-    def __init__(self, session: "Session", options: GenerateOptions, index: int = 0) -> None:
+    def __init__(
+        self,
+        session: "Session",
+        options: GenerateOptions,
+        *,
+        index: int = 0,
+        group: StepGroup | None = None,
+    ) -> None:
+        """`index`: which model call of a run it is. `group`: the undo step that it is part of."""
         self._session = session
         self._options = options
         self._index = index
+        self._group = group
         self._draft: Draft | None = None
         self._constraint: TokenConstraint | None = None
         self._plan: ReusePlan | None = None
@@ -108,7 +118,7 @@ class ModelStep:
 
     def _begin(self) -> list[GenerationEvent]:
         self.started = True
-        draft = self._session.begin_generation(thinking=self._options.thinking)
+        draft = self._session.begin_generation(thinking=self._options.thinking, group=self._group)
         self._draft = draft
         self._parser = parsing.StreamParser(
             draft.model.format, draft.model.tokenizer, kind=draft.kind, after=draft.ids

@@ -255,6 +255,21 @@ class Usage(_Frozen):
     changed: str | None = None
     miss: Miss | None = None
 
+    def __add__(self, later: "Usage") -> "Usage":
+        """Both together: counts and decoding times are summed; the time to the first token is the
+        first one's, and so is the reason for what it forwarded."""
+        return Usage(
+            input_tokens=self.input_tokens + later.input_tokens,
+            reused_tokens=self.reused_tokens + later.reused_tokens,
+            prefill_tokens=self.prefill_tokens + later.prefill_tokens,
+            output_tokens=self.output_tokens + later.output_tokens,
+            thinking_tokens=self.thinking_tokens + later.thinking_tokens,
+            ttft_s=self.ttft_s,
+            decode_s=self.decode_s + later.decode_s,
+            changed=self.changed or later.changed,
+            miss=self.miss,
+        )
+
     @property
     def unforwarded_tokens(self) -> int:
         """Tokens of the path that a cancel left out; 0 once a token was sampled."""

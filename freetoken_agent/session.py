@@ -12,10 +12,10 @@ from typing import Any, Unpack, cast
 from freetoken_storage.records import MAIN
 
 from . import edits, forks, generation, lookups, purging, warming
-from .branch import Branch
+from .branch import Branch, StepGroup
 from .draft import Draft
 from .errors import InvalidEdit, PairingError
-from .generate_options import GenerateKwargs
+from .generate_options import GenerateKwargs, GenerateOptions
 from .generation import Generation
 from .handle import Batch, describe, plan_of
 from .items import Kind
@@ -23,8 +23,10 @@ from .json_values import plain
 from .layout import Layout, new_call_id
 from .messages import MessageFormat, parse_messages
 from .model import Model
+from .model_step import ModelStep
 from .path import New, Path
 from .rerendering import rerender
+from .run_writer import RunWriter
 from .segments import Content, Edit, PurgeReport, Reply, Segment, Usage, as_text
 from .session_reader import SessionReader
 from .tool_schemas import ToolLike, tools_text
@@ -294,7 +296,7 @@ class Session(SessionReader):
 
     def generate(self, **options: Unpack[GenerateKwargs]) -> Generation:
         """Let the model write; events come as they are pulled."""
-        return Generation(self, **options)
+        return Generation(ModelStep(self, GenerateOptions.parse(options)))
 
     async def reply(self, **options: Unpack[GenerateKwargs]) -> Reply:
         """Generate to the end."""
@@ -304,9 +306,15 @@ class Session(SessionReader):
         """Generate to the end, in the calling thread."""
         return generation.generate_sync(self, **options)
 
-    def begin_generation(self, *, thinking: bool | None = None) -> Draft:
+    def begin_generation(
+        self, *, thinking: bool | None = None, group: StepGroup | None = None
+    ) -> Draft:
         """What a generation writes through; the branch is busy until it is released."""
-        return Draft(self._handle, thinking=thinking)
+        return Draft(self._handle, thinking=thinking, group=group)
+
+    def begin_run(self, label: str = "run") -> RunWriter:
+        """What an agent's run writes through: one undo step."""
+        return RunWriter(self._handle, label)
 
     def _edit(self, label: str, rewrite: Rewrite, dry_run: bool) -> Edit:
         return self._handle.edit(label, rewrite, dry_run=dry_run)

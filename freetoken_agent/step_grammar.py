@@ -31,8 +31,8 @@ def step_constraint(
     if not shapes and options.output_schema is None:
         return None
     writer = model.format.writer
-    if choice != "none" and options.output_schema is None and not writer.writes_calls:
-        if choice == "auto" and options.allowed_tools is None:
+    if choice != "none" and shapes and not writer.writes_calls:
+        if choice == "auto" and options.allowed_tools is None and options.output_schema is None:
             return None  # what was written is checked, as calls of such a template always are
         raise OptionUnsupported(
             "calls of this chat template cannot be enforced",

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agent: what a model is told, what it may do, what it must answer. Data only; `loop` runs it.
+
+Importing or making an agent loads no weights. It is frozen: `replace()` makes a variant.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+
+from .errors import InvalidAgent
+from .events import RunFinishReason
+from .model import Model
+from .output_type import OutputType
+from .run_context import RunContext
+from .segments import Content, Segment, Usage
+from .tool_results import ResultLimit
+from .tools import AnyTool, ToolFunction
+from .toolsets import Toolset, known_tools
+
+if TYPE_CHECKING:
+    from .loop import Run
+    from .session import Session
+
+Deps = TypeVar("Deps")
+Output = TypeVar("Output")
+T = TypeVar("T")
+
+Decision = bool | str
+PromptPolicy = Literal["replace", "keep", "error"]
+Instructions = str | Callable[[RunContext[Any]], str] | Callable[[RunContext[Any]], Awaitable[str]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run may use before it ends with `RunLimit`, or, with `on_limit="answer"`, with one
+    more model call that may not call tools. None: no limit. `output_tokens` and `timeout_s` are
+    looked at between steps; `output_retries` counts answers of the wrong type."""
+
+    max_steps: int | None = 20
+    max_tool_calls: int | None = None
+    output_tokens: int | None = None
+    timeout_s: float | None = None
+    output_retries: int = 1
+    on_limit: Literal["raise", "answer"] = "raise"
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "max_tool_calls", "output_tokens", "timeout_s"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            least = 0 if name == "max_tool_calls" else 1e-9
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or math.isnan(value) or value < least:
+                raise InvalidAgent(
+                    f"the limit {name} is none", value=value, limit="above 0, or None"
+                )
+        if not isinstance(self.output_retries, int) or self.output_retries < 0:
+            raise InvalidAgent(
+                "output_retries is no number of attempts", value=self.output_retries, limit=">= 0"
+            )
+        if self.on_limit not in ("raise", "answer"):
+            raise InvalidAgent("on_limit is raise or answer", value=self.on_limit)
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What one model call is asked, as hooks see it and may change it."""
+
+    tool_choice: str = "auto"
+    allowed_tools: tuple[str, ...] | None = None
+    thinking: bool | None = None
+    max_tokens: int | None = None
+
+
+Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions, plain or async, that are called on the way of a run. What they raise ends the run.
+
+    `before_model(ctx, StepRequest) -> StepRequest | None` may change the step. `after_model(ctx,
+    Reply)`. `before_tool(ctx, ToolCall)` may raise ModelRetry or ToolFailed, and the call has that
+    result. `after_tool(ctx, ToolCall, ToolOutcome) -> str | ToolOutcome | None`: what it returns
+    becomes the live version of the result, the original its earlier version, never forwarded.
+    `on_edit(ctx, Edit)`: the run edited its context.
+    """
+
+    before_model: Hook | None = None
+    after_model: Hook | None = None
+    before_tool: Hook | None = None
+    after_tool: Hook | None = None
+    on_edit: Hook | None = None
+
+
+@dataclass(frozen=True)
+class Result(Generic[Output]):
+    """How a run ended. `output` is None unless the model answered. `segments` are all that the run
+    added, as they are on the path now. `pending`: calls that wait for a decision."""
+
+    output: Output | None
+    usage: Usage
+    session: "Session"
+    segments: tuple[Segment, ...]
+    pending: tuple[Segment, ...]
+    finish_reason: RunFinishReason
+    steps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Agent(Generic[Deps, Output]):
+    """An agent. `model`: a model, the name of a pulled one (loaded at the first run and shared by
+    all agents of the process), or None if every run brings a session. `instructions`: the system
+    text, or a function of the `RunContext`; None leaves a session's as it is. `sampling`: options
+    of `generate`, such as `temperature`. `prompt_policy`: what a run does with a session whose
+    preamble differs. InvalidAgent, ToolNameTaken, UnsupportedSchema, InvalidOutputType."""
+
+    model: Model | str | None = None
+    name: str = "agent"
+    instructions: Instructions | None = None
+    tools: Sequence[ToolFunction] = ()
+    toolsets: Sequence[Toolset] = ()
+    output_type: Any = str
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    limits: Limits = Limits()
+    hooks: Hooks = Hooks()
+    context_rules: Sequence[Any] = ()
+    deps_type: type[Any] | None = None
+    prompt_policy: PromptPolicy = "replace"
+    result_limit: ResultLimit = ResultLimit()
+    _output: OutputType = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        from .agent_checks import check_agent
+
+        check_agent(self)
+        object.__setattr__(self, "tools", tuple(self.tools))
+        object.__setattr__(self, "toolsets", tuple(self.toolsets))
+        object.__setattr__(self, "context_rules", tuple(self.context_rules))
+        object.__setattr__(self, "_output", OutputType.of(self.output_type))
+
+    @property
+    def output(self) -> OutputType:
+        """How answers are read."""
+        return self._output
+
+    @property
+    def known_tools(self) -> tuple[AnyTool, ...]:
+        """The tools that are known without asking a server."""
+        return known_tools(self.tools, self.toolsets)
+
+    def replace(self, **fields: Any) -> Self:
+        """A variant. InvalidAgent for a field that there is not."""
+        for name in fields:
+            if name not in _FIELDS:
+                raise InvalidAgent(
+                    f"an agent has no field {name!r}",
+                    value=fields[name],
+                    remedy=f"use one of {', '.join(sorted(_FIELDS))}",
+                )
+        return replace(self, **fields)
+
+    async def run(
+        self,
+        content: Content | None = None,
+        *,
+        session: "Session | None" = None,
+        deps: Deps | None = None,
+        allowed_tools: Sequence[str] | None = None,
+        tool_choice: str = "auto",
+    ) -> Result[Output]:
+        """Add a user's message, unless it is None, and go on until the model answers. Without a
+        session, the conversation is kept in memory, in `result.session`. `tool_choice` binds the
+        first step. RunLimit, with the partial result."""
+        async with self.run_stream(
+            content,
+            session=session,
+            deps=deps,
+            allowed_tools=allowed_tools,
+            tool_choice=tool_choice,
+        ) as run:
+            async for _ in run:
+                pass
+            return run.result
+
+    def run_sync(
+        self,
+        content: Content | None = None,
+        *,
+        session: "Session | None" = None,
+        deps: Deps | None = None,
+        allowed_tools: Sequence[str] | None = None,
+        tool_choice: str = "auto",
+    ) -> Result[Output]:
+        """The same, from plain code, also in a notebook or inside a running event loop."""
+        from .loop import wait_for
+
+        return wait_for(
+            lambda: self.run(
+                content,
+                session=session,
+                deps=deps,
+                allowed_tools=allowed_tools,
+                tool_choice=tool_choice,
+            )
+        )
+
+    def run_stream(
+        self,
+        content: Content | None = None,
+        *,
+        session: "Session | None" = None,
+        deps: Deps | None = None,
+        allowed_tools: Sequence[str] | None = None,
+        tool_choice: str = "auto",
+    ) -> "AbstractAsyncContextManager[Run[Output]]":
+        """`async with agent.run_stream(…) as run: async for event in run: …`"""
+        from .loop import Run, RunOptions
+
+        options = RunOptions(content, session, deps, allowed_tools, tool_choice)
+        return Run(self, options)
+
+    async def resume(
+        self,
+        session: "Session",
+        decisions: Mapping[str, Decision] | None = None,
+        *,
+        deps: Deps | None = None,
+    ) -> Result[Output]:
+        """Go on where a run of this session ended, in this process or another one: execute calls
+        that were never started or have been approved, then let the model answer. A call that was
+        started and never ended becomes `interrupted`, unless its decision is True. `decisions`:
+        call id -> True, False, or the text with which the call is denied; calls that nobody decided
+        about stay pending."""
+        async with self.resume_stream(session, decisions, deps=deps) as run:
+            async for _ in run:
+                pass
+            return run.result
+
+    def resume_stream(
+        self,
+        session: "Session",
+        decisions: Mapping[str, Decision] | None = None,
+        *,
+        deps: Deps | None = None,
+    ) -> "AbstractAsyncContextManager[Run[Output]]":
+        """`resume` as a stream of events."""
+        from .loop import Run, RunOptions
+
+        options = RunOptions(None, session, deps, None, "auto", dict(decisions or {}))
+        return Run(self, options)
+
+
+_FIELDS = frozenset(name for name in Agent.__dataclass_fields__ if not name.startswith("_"))

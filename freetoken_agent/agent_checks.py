@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked when an agent is made, so that no run finds it out."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .constraint import UnsupportedSchema, check_schema
+from .errors import InvalidAgent
+from .generate_options import GenerateOptions
+from .output_type import OutputType
+
+if TYPE_CHECKING:
+    from .agent import Agent
+
+# Options of `generate` that the run decides about.
+_OF_THE_RUN = ("tool_choice", "allowed_tools", "output_schema", "force")
+_POLICIES = ("replace", "keep", "error")
+
+
+def check_agent(agent: "Agent[Any, Any]") -> None:
+    """InvalidAgent, InvalidTool, ToolNameTaken, UnsupportedSchema, InvalidOutputType,
+    InvalidSampling."""
+    if not agent.name:
+        raise InvalidAgent("an agent needs a name", value=agent.name)
+    if agent.prompt_policy not in _POLICIES:
+        raise InvalidAgent(
+            "prompt_policy is none", value=agent.prompt_policy, limit=", ".join(_POLICIES)
+        )
+    instructions = agent.instructions
+    if (
+        instructions is not None
+        and not isinstance(instructions, str)
+        and not callable(instructions)
+    ):
+        raise InvalidAgent(
+            "instructions are a text or a function", value=type(instructions).__name__
+        )
+    _check_sampling(agent.sampling)
+    for tool in agent.known_tools:
+        if not tool.validate_after:
+            _check(f"the parameters of tool {tool.name!r}", tool.parameters)
+    schema = OutputType.of(agent.output_type).schema
+    if schema is not None:
+        _check("the output type", schema)
+
+
+def _check_sampling(sampling: Mapping[str, Any]) -> None:
+    for name in _OF_THE_RUN:
+        if name in sampling:
+            raise InvalidAgent(
+                f"{name} is no option of an agent",
+                value=sampling[name],
+                remedy="pass it to run(), or set output_type",
+            )
+    GenerateOptions.parse(sampling)
+
+
+def _check(what: str, schema: Mapping[str, Any]) -> None:
+    try:
+        check_schema(schema)
+    except UnsupportedSchema as error:
+        raise UnsupportedSchema(
+            f"{what} cannot be enforced while the model writes",
+            value=error.value,
+            remedy=error.remedy,
+        ) from error

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of one step: who decides about them, what runs, and how results get into the path.
+
+decide     denied and interrupted ones are known; undecided ones stop the step
+run        marked as running, run at the same time, marked as finished when they end
+results    enter the path in call order, as soon as all before them are known
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio.to_thread
+
+from freetoken_storage.errors import FreetokenError
+
+from . import events
+from .agent import Agent, Decision
+from .codec import CallMark
+from .errors import ModelRetry, ToolFailed
+from .events import RunEvent
+from .hooks import call_hook
+from .run_context import RunContext
+from .run_writer import RunWriter
+from .segments import Segment
+from .tool_calls import ToolCall, ToolOutcome, next_retries, run_calls
+from .tool_results import result_text
+from .toolsets import Toolbox
+
+if TYPE_CHECKING:
+    from .session import Session
+
+T = TypeVar("T")
+
+DENIED = "The user did not allow this call."
+_log = logging.getLogger(__name__)
+
+
+class ToolStage:
+    """One use: `decide`, then `run` unless something is pending."""
+
+    def __init__(
+        self,
+        agent: Agent[Any, Any],
+        toolbox: Toolbox,
+        writer: RunWriter,
+        session: "Session",
+        context: RunContext[Any],
+        calls: Sequence[Segment],
+    ) -> None:
+        self._agent = agent
+        self._toolbox = toolbox
+        self._writer = writer
+        self._session = session
+        self._context = context
+        self._calls = list(calls)
+        self._known: dict[str, ToolOutcome] = {}  # by segment: outcomes that need no run
+        self._live: dict[str, str] = {}  # what a hook made of a result
+        self._interrupted: set[str] = set()
+        self._done: dict[str, ToolOutcome] = {}
+        self._task: asyncio.Task[tuple[ToolOutcome, ...]] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.retries: dict[str, int] = {}
+        self.cancelled = False
+
+    async def decide(self, decisions: Mapping[str, Decision]) -> tuple[Segment, ...]:
+        """Settle what is known of each call; returns those that somebody must decide about. What
+        was decided is remembered with the session."""
+        pending, decided = [], []
+        for call in self._calls:
+            mark = self._writer.mark_of(call)
+            decision = decisions.get(call.call_id or "")
+            if mark is not None and mark.state == "finished":
+                self._know(call, mark.text, "raised" if mark.error else "ok")
+                if mark.live is not None:
+                    self._live[call.id] = mark.live
+            elif mark is not None and mark.state == "running" and decision is not True:
+                self._interrupted.add(call.id)
+            elif decision is False or isinstance(decision, str):
+                text = decision if isinstance(decision, str) else DENIED
+                self._know(call, text, "denied")
+                decided.append(CallMark(call.id, "denied", text, True))
+            elif mark is not None and mark.state == "denied":
+                self._know(call, mark.text, "denied")
+            elif decision is True:
+                decided.append(CallMark(call.id, "approved"))
+            elif (mark is None or mark.state != "approved") and self._needs_approval(call):
+                pending.append(call)
+        if decided:
+            await _in_thread(partial(self._writer.mark, *decided))
+        return tuple(pending)
+
+    def cancel(self) -> None:
+        """End the tools; what has finished is kept. Any thread."""
+        self.cancelled = True
+        task, loop = self._task, self._loop
+        if task is not None and loop is not None:
+            loop.call_soon_threadsafe(task.cancel)
+
+    async def run(
+        self, place: events.Place, retries: Mapping[str, int]
+    ) -> AsyncGenerator[RunEvent, None]:
+        """Run what is to run, and answer every call."""
+        self._place, self.retries = place, dict(retries)
+        news: asyncio.Queue[tuple[Segment, ToolOutcome] | None] = asyncio.Queue()
+        waiting = await self._waiting()
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._run_all(waiting, retries, news))
+        warm = asyncio.create_task(self._warm()) if waiting else None
+        try:
+            async for event in self._flush():
+                yield event
+            while (item := await news.get()) is not None:
+                call, outcome = item
+                yield events.ToolFinished(
+                    **place,
+                    call=call,
+                    text=outcome.text,
+                    status=outcome.status,
+                    elapsed_s=outcome.elapsed_s,
+                )
+                async for event in self._flush():
+                    yield event
+            outcomes = await self._ended()
+            if warm is not None and not self.cancelled:
+                await warm
+        finally:
+            await _stop(self._task, warm)
+        self.retries = next_retries(self.retries, outcomes)
+
+    def _know(self, call: Segment, text: str, status: Any) -> None:
+        self._known[call.id] = ToolOutcome(ToolCall.of(call), text, status)
+
+    def _needs_approval(self, call: Segment) -> bool:
+        tool = self._toolbox.get(call.tool or "")
+        return tool is not None and tool.needs_approval
+
+    async def _waiting(self) -> list[Segment]:
+        """The calls that will run. A hook may refuse one."""
+        waiting = []
+        for call in self._calls:
+            if call.id in self._known or call.id in self._interrupted:
+                continue
+            try:
+                await call_hook(self._agent.hooks.before_tool, self._context, ToolCall.of(call))
+            except ModelRetry as refused:
+                self._know(call, str(refused), "retry")
+            except ToolFailed as refused:
+                self._know(call, str(refused), "failed")
+            else:
+                waiting.append(call)
+        return waiting
+
+    async def _run_all(
+        self,
+        calls: Sequence[Segment],
+        retries: Mapping[str, int],
+        news: "asyncio.Queue[tuple[Segment, ToolOutcome] | None]",
+    ) -> tuple[ToolOutcome, ...]:
+        """In a task of its own; `news` ends with None."""
+        ordered = [ToolCall.of(call) for call in calls]
+        segments = {id(call): segment for call, segment in zip(ordered, calls, strict=True)}
+
+        async def finished(outcome: ToolOutcome) -> None:
+            call = segments[id(outcome.call)]
+            outcome, live = await self._seen_by_hook(outcome)
+            mark = CallMark(call.id, "finished", outcome.text, outcome.is_error, live)
+            await _in_thread(partial(self._writer.mark, mark))
+            if live is not None:
+                self._live[call.id] = live
+            self._done[call.id] = outcome
+            news.put_nowait((call, outcome))
+
+        try:
+            marks = [CallMark(call.id, "running") for call in calls]
+            if marks:
+                await _in_thread(partial(self._writer.mark, *marks))
+            return await run_calls(
+                self._toolbox, ordered, self._context, retries=retries, on_finish=finished
+            )
+        finally:
+            news.put_nowait(None)
+
+    async def _seen_by_hook(self, outcome: ToolOutcome) -> tuple[ToolOutcome, str | None]:
+        """The outcome, and what the model sees instead."""
+        hook = self._agent.hooks.after_tool
+        made = await call_hook(hook, self._context, outcome.call, outcome)
+        if made is None:
+            return outcome, None
+        if isinstance(made, ToolOutcome):
+            return replace(outcome, status=made.status), made.text
+        return outcome, result_text(made)
+
+    async def _flush(self) -> AsyncGenerator[RunEvent, None]:
+        """Move results into the path, up to the first call that has none."""
+        while self._calls:
+            call = self._calls[0]
+            outcome = self._known.get(call.id) or self._done.get(call.id)
+            if call.id in self._interrupted:
+                write = partial(self._writer.interrupt, call)
+            elif outcome is None:
+                return
+            else:
+                write = partial(
+                    self._writer.append_result,
+                    call,
+                    outcome.text,
+                    error=outcome.is_error,
+                    live=self._live.get(call.id),
+                )
+            self._calls.pop(0)
+            segment = await _in_thread(write)
+            yield events.SegmentFinished(**self._place, segment=segment, partial=False)
+
+    async def _ended(self) -> tuple[ToolOutcome, ...]:
+        """Raises what ended the tools, unless that was `cancel`."""
+        assert self._task is not None
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if not self.cancelled:
+                raise
+            return tuple(self._done.values())
+
+    async def _warm(self) -> None:
+        """Bring the state up to date while tools work, so that their results cost only
+        themselves. It is no more than a help."""
+        try:
+            await self._session.warm()
+        except FreetokenError as error:
+            _log.info("the path could not be warmed: %s", error)
+
+
+async def _stop(*tasks: "asyncio.Task[Any] | None") -> None:
+    for task in tasks:
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    return await anyio.to_thread.run_sync(work)
