@@ -40,6 +40,9 @@ from freetoken_runtime.specs.moe import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = ["float32", "bfloat16", "int8", "int4"]
+CASES = [
+    (kind, form) for kind in KINDS for form in Form if (kind, form) != ("int4", Form.MANY_INT8)
+]
 Weights = dict[str, torch.Tensor]
 
 
@@ -148,6 +151,11 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
     return float((ours - expected).abs().max() / (expected.max() - expected.min()))
 
 
+def forms(kind: str) -> list[Form]:
+    """Those that weights of this kind have, each way of rounding activations included."""
+    return [form for held, form in CASES if held == kind]
+
+
 def all_rows(x: torch.Tensor, form: Form) -> list[RowGroup]:
     return [RowGroup(0, len(x), form)]
 
@@ -187,25 +195,25 @@ def spec(request: pytest.FixtureRequest) -> MoeSpec:
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_forms_equal_the_reference(spec: MoeSpec, kind: str) -> None:
     """Oracle: fp64 over the held weights, a row at a time: 1e-5 where activations stay fp32, 2e-2
-    where bf16 weights or packed ops round them. The router is fp32 in every kind."""
+    where they are rounded to bf16, 4e-2 where to int8. The router is fp32 in every kind."""
     weights = random_weights(spec, HIDDEN)
     moe = make(spec, weights, kind)
     x = torch.randn(50, HIDDEN)
     expected = naive(spec, weights, x, kind)
-    for form in Form:
+    for form in forms(kind):
         exact = kind == "float32" or (kind.startswith("int") and form is Form.MANY)
+        rounded = 4e-2 if form is Form.MANY_INT8 else 2e-2
         ours = moe(x, all_rows(x, form)).double()
-        assert error(ours, expected) < (1e-5 if exact else 2e-2)
+        assert error(ours, expected) < (1e-5 if exact else rounded)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize(("kind", "form"), CASES)
 def test_a_row_does_not_depend_on_its_neighbours(spec: MoeSpec, kind: str, form: Form) -> None:
     """Oracle: the row's group alone, bit for bit, beside 0 to 80 rows of other sequences."""
     moe = make(spec, random_weights(spec, HIDDEN), kind)
     x = torch.randn(100, HIDDEN)
     whole = moe(x, all_rows(x, form))
-    spans = ((0, 16), (5, 22), (20, 100)) if form is Form.MANY else ((0, 1), (5, 7), (20, 29))
+    spans = ((0, 1), (5, 7), (20, 29)) if form is Form.FEW else ((0, 16), (5, 22), (20, 100))
     for start, stop in spans:
         alone = moe(x[start:stop], all_rows(x[start:stop], form))
         assert torch.equal(alone, whole[start:stop])
@@ -260,12 +268,12 @@ def test_m12_experts_without_rows_are_not_computed(kind: str) -> None:
     weights["router.correction"][[3, 7]] = 5.0
     x = torch.randn(40, HIDDEN)
     moe = make(spec, weights, kind)
-    expected = {form: moe(x, all_rows(x, form)) for form in Form}
+    expected = {form: moe(x, all_rows(x, form)) for form in forms(kind)}
     for name in weights:
         if name.startswith("experts") and not name.startswith(("experts.3.", "experts.7.")):
             weights[name] = torch.full_like(weights[name], torch.nan)
     poisoned = make(spec, weights, kind)
-    for form in Form:
+    for form in forms(kind):
         assert torch.equal(poisoned(x, all_rows(x, form)), expected[form])
 
 
@@ -274,7 +282,7 @@ def test_m13_a_row_of_zeros_is_finite(spec: MoeSpec, kind: str) -> None:
     """Oracle: finite, and without biases zero; neighbours keep their bits."""
     moe = make(spec, random_weights(spec, HIDDEN), kind)
     x = torch.randn(30, HIDDEN)
-    for form in Form:
+    for form in forms(kind):
         expected = moe(x, all_rows(x, form))
         zeroed = x.clone()
         zeroed[11] = 0.0
@@ -291,13 +299,13 @@ def test_m15_poison_does_not_leak(spec: MoeSpec, kind: str) -> None:
     another sequence are NaN altogether."""
     moe = make(spec, random_weights(spec, HIDDEN), kind)
     x = torch.randn(45, HIDDEN)
-    clean = {form: moe(x, all_rows(x, form)) for form in Form}
+    clean = {form: moe(x, all_rows(x, form)) for form in forms(kind)}
     x[:16] = torch.nan
     assert deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
         assert bool(torch.empty(8).isnan().all()), "fresh memory is poisoned"
-        for form in Form:
+        for form in forms(kind):
             ours = moe(x, all_rows(x, form))
             assert torch.equal(ours[16:], clean[form][16:])
     finally:
