@@ -8,7 +8,9 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self
+
+from typing_extensions import TypeVar  # with defaults: typing has them from Python 3.13 on
 
 from .errors import InvalidAgent
 from .events import RunFinishReason
@@ -24,9 +26,8 @@ if TYPE_CHECKING:
     from .loop import Run
     from .session import Session
 
-Deps = TypeVar("Deps")
-Output = TypeVar("Output")
-T = TypeVar("T")
+Deps = TypeVar("Deps", default=Any)
+Output = TypeVar("Output", default=str)
 
 Decision = bool | str
 PromptPolicy = Literal["replace", "keep", "error"]
@@ -123,12 +124,12 @@ class Agent(Generic[Deps, Output]):
     instructions: Instructions | None = None
     tools: Sequence[ToolFunction] = ()
     toolsets: Sequence[Toolset] = ()
-    output_type: Any = str
+    output_type: type[Output] = str  # type: ignore[assignment]
     sampling: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = Limits()
     hooks: Hooks = Hooks()
     context_rules: Sequence[Any] = ()
-    deps_type: type[Any] | None = None
+    deps_type: type[Deps] | None = None
     prompt_policy: PromptPolicy = "replace"
     result_limit: ResultLimit = ResultLimit()
     _output: OutputType = field(init=False, repr=False)

@@ -23,7 +23,7 @@ from freetoken_agent.errors import ModelRetry, NothingToGenerate
 from freetoken_agent.run_context import RunContext
 from freetoken_agent.testing import Call, ScriptedModel, Think
 from freetoken_agent.tool_calls import ToolCall, ToolOutcome
-from freetoken_agent.tools import tool
+from freetoken_agent.tools import AnyTool, tool
 
 
 @tool
@@ -51,7 +51,7 @@ def remove(path: str) -> str:
     return f"removed {path}"
 
 
-TOOLS = [add, wait, fail, remove]
+TOOLS: list[AnyTool] = [add, wait, fail, remove]
 
 
 def agent(*script: Any, **fields: Any) -> Agent[Any, Any]:
