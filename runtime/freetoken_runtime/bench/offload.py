@@ -4,14 +4,15 @@
     bound per token     (dense + L·k·S) / B_ram  +  L·k·S·(1 - hit) / B_disk
 
 Dense weights and the token's L·k experts of S bytes are read from memory once by the one-row
-kernel, misses are read from the disk, and nothing overlaps. Both bandwidths are measured before and
-after each few tokens, for disks that others use are not steady. Which experts a token takes comes
-from a trace with a known hit rate (`experts.traces`).
+kernel, misses are read from the disk, and nothing overlaps. Which experts a token takes comes from
+a trace with a known hit rate (`experts.traces`).
 """
 
-import statistics
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 
 from ..config import EngineConfig
 from ..experts.supply import FETCH_THREADS
@@ -19,7 +20,7 @@ from ..experts.traces import best_hit_rate, calibrated
 from ..spec import ModelSpec
 from .offload_model import Stage, prepare, shapes, staged, trace_shape
 from .offload_rates import DiskProbe, KernelProbe, PreparedExperts
-from .timing import Figure, OnTurn, Target
+from .timing import Figure, OnTurn, Target, Turn, interleave
 
 SHARES = (1.0, 0.5, 0.25, 0.1)  # descending: what is left of more slots is warm
 JUDGED_SHARE = 0.25
@@ -29,12 +30,12 @@ SHORT_PROMPT = 10
 TRACE_STEPS = 400
 WARM_TOKENS = 24
 _PREPARING_TURNS = 100
-_PROBED_EXPERTS = 48
+_FEWEST_PROBED = 16
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How much is measured. `tokens`: between two measurements of the bandwidths."""
+    """How much is measured. `tokens`: in each round."""
 
     tokens: int = 8
     rounds: int = 6
@@ -42,25 +43,24 @@ class DecodeSettings:
 
 
 @dataclass(frozen=True)
-class Round:
-    """A few tokens. `bound_s`: what one may take, as above; rates in bytes per second."""
+class Decoded:
+    """A few tokens. `read_bytes`: per token."""
 
     token_s: float
-    bound_s: float
     hit_rate: float
-    read_bytes: float  # per token
-    ram_rate: float
-    disk_rate: float
+    read_bytes: float
 
 
-@dataclass
-class _Share:
-    """What was measured with one number of slots. Mutable: rounds are added."""
+@dataclass(frozen=True)
+class Share:
+    """What was measured with slots for a share of the experts, round by round; rates in bytes per
+    second."""
 
     share: float
-    first_step: int
-    next_step: int
-    rounds: list[Round] = field(default_factory=list)
+    decoded: list[Decoded]
+    ram_rates: list[float]
+    disk_rates: list[float]
+    best_hit_rate: float
 
 
 def measure(
@@ -72,26 +72,25 @@ def measure(
 ) -> list[Figure]:
     """`folder`: where the int4 model is prepared, or has been."""
     spec = spec or shapes()
-    total = _PREPARING_TURNS + len(SHARES) * settings.rounds
+    turns = 3 * (settings.rounds + 1)  # for each share
+    total = _PREPARING_TURNS + len(SHARES) * turns
 
-    def done(turns: int) -> None:
+    def done(before: int, number: int, _: int = 0) -> None:
         if on_turn is not None:
-            on_turn(turns, total)
+            on_turn(before + number, total)
 
-    path = prepare(folder, spec, "int4", lambda share: done(int(_PREPARING_TURNS * share)))
+    path = prepare(folder, spec, "int4", lambda share: done(0, int(_PREPARING_TURNS * share)))
     trace = calibrated(trace_shape(spec), TRACE_STEPS, seed=1)
     with staged(path, "int4", trace, EngineConfig(threads=settings.threads)) as stage:
         experts, reader = PreparedExperts(path), stage.store.disk.reader()
         with KernelProbe(experts, reader, stage.threads) as kernel:
             bench = _Bench(stage, kernel, DiskProbe(experts, reader, FETCH_THREADS))
-            turns = _PREPARING_TURNS
-            for share in SHARES:
-                bench.give_slots(share)
-                for _ in range(settings.rounds):
-                    bench.round(settings.tokens)
-                    turns += 1
-                    done(turns)
-            return [*bench.rates(), *bench.decoding(), bench.short_prompt()]
+            shares = []
+            for place, share in enumerate(SHARES):
+                so_far = partial(done, _PREPARING_TURNS + place * turns)
+                shares.append(bench.decode(settings, share, so_far))
+            decoding = [figure for share in reversed(shares) for figure in bench.figures(share)]
+            return [*bench.rates(shares), *decoding, bench.short_prompt()]
 
 
 class _Bench:
@@ -105,34 +104,50 @@ class _Bench:
         spec = stage.model.spec
         table_bytes = 2 * spec.vocab_size * spec.hidden_size  # of which a token reads one row
         self._dense_bytes = stage.model.decoder.size_bytes - table_bytes
+        self._experts_bytes = self._shape.layers * self._shape.top_k * kernel.expert_bytes
         self._next_id = 0
-        self._shares: list[_Share] = []
 
-    def give_slots(self, share: float) -> None:
-        """And decode until they hold what so many slots would hold."""
-        self._stage.give_slots(self._shape.slots(share))
+    def decode(self, settings: DecodeSettings, share: float, on_turn: OnTurn) -> Share:
+        """Fill the slots by decoding; then tokens and the two bandwidths take turns. The disk is
+        measured on as many experts as the tokens read: many a disk is fast until a budget is spent.
+        """
+        slots = self._shape.slots(share)
+        self._stage.give_slots(slots)
         if share == 1.0:
             self._stage.read_all()
-        self._decode(WARM_TOKENS)
-        step = self._stage.tape.step
-        self._shares.append(_Share(share, step, step))
+        warm = self._tokens(WARM_TOKENS)
+        probed = max(_FEWEST_PROBED, round(settings.tokens * self._missed(warm)))
+        decoded: list[Decoded] = []
+        first_step = self._stage.tape.step
 
-    def round(self, tokens: int) -> None:
-        ram_rate, disk_before = self._kernel.rate(), self._disk.rate(_PROBED_EXPERTS)
-        counts, step = self._stage.store.counts, self._stage.tape.step
-        seconds = self._decode(tokens)
-        now, steps = self._stage.store.counts, self._stage.tape.step - step
-        ram_rate = (ram_rate + self._kernel.rate()) / 2
-        disk_rate = (disk_before + self._disk.rate(_PROBED_EXPERTS)) / 2
-        misses = now.misses - counts.misses
-        hit_rate = 1 - misses / (now.hits - counts.hits + misses)
-        experts_bytes = self._shape.layers * self._shape.top_k * self._kernel.expert_bytes
-        bound_s = (self._dense_bytes + experts_bytes) / ram_rate
-        bound_s += experts_bytes * (1 - hit_rate) / disk_rate
-        read_bytes = (now.read_bytes - counts.read_bytes) / steps
-        found = Round(seconds / steps, bound_s, hit_rate, read_bytes, ram_rate, disk_rate)
-        self._shares[-1].rounds.append(found)
-        self._shares[-1].next_step = self._stage.tape.step
+        def tokens(number: int) -> Turn:
+            decoded.append(self._tokens(settings.tokens))
+            return Turn(settings.tokens * decoded[-1].token_s, settings.tokens)
+
+        contestants = {
+            "tokens": tokens,
+            "kernel": lambda _: self._kernel.turn(),
+            "disk": lambda _: self._disk.turn(probed),
+        }
+        turns = interleave(contestants, settings.rounds, on_turn=on_turn)
+        played = self._stage.tape.played(first_step - 1, self._stage.tape.step)
+        return Share(
+            share,
+            decoded[1:],  # the first round is not measured
+            [turn.amount / turn.seconds for turn in turns["kernel"]],
+            [turn.amount / turn.seconds for turn in turns["disk"]],
+            best_hit_rate(played, slots, start=1),
+        )
+
+    def bounds_s(self, share: Share) -> list[float]:
+        """Of a token, in each round; see above."""
+        return [
+            (self._dense_bytes + self._experts_bytes) / ram_rate
+            + self._experts_bytes * (1 - decoded.hit_rate) / disk_rate
+            for decoded, ram_rate, disk_rate in zip(
+                share.decoded, share.ram_rates, share.disk_rates, strict=True
+            )
+        ]
 
     def short_prompt(self) -> Figure:
         """Ten rows with nothing in the slots: what they choose is read, and nothing else."""
@@ -153,56 +168,57 @@ class _Bench:
             note=f"that its rows chose, of at most {limit}",
         )
 
-    def rates(self) -> list[Figure]:
-        rounds = [found for share in self._shares for found in share.rounds]
+    def rates(self, shares: Sequence[Share]) -> list[Figure]:
         size = f"experts of {self._kernel.expert_bytes / (1 << 20):.1f} MiB"
         kernel = f"one row, cold {size}, {self._stage.threads} threads"
         disk = f"{size}, {self._disk.pending} at a time, up to {self._disk.depth} requests"
-        ram_rate = statistics.median(found.ram_rate for found in rounds)
-        disk_rate = statistics.median(found.disk_rate for found in rounds)
+        ram_rate = median(rate for share in shares for rate in share.ram_rates)
+        disk_rate = median(rate for share in shares for rate in share.disk_rates)
         return [
             Figure("memory: int4 kernel", ram_rate / 1e9, "GB/s", note=kernel),
             Figure("disk: direct reads", disk_rate / 1e9, "GB/s", note=disk),
         ]
 
-    def decoding(self) -> list[Figure]:
-        figures: list[Figure] = []
-        for found in reversed(self._shares):
-            figures += self._decoding(found)
-        return figures
-
-    def _decoding(self, found: _Share) -> list[Figure]:
-        slots, rounds = self._shape.slots(found.share), found.rounds
-        median = statistics.median
-        at = f"slots for {found.share:.0%}"
-        played = self._stage.tape.played(found.first_step - 1, found.next_step)
-        best = best_hit_rate(played, slots, start=1)
+    def figures(self, share: Share) -> list[Figure]:
+        at = f"slots for {share.share:.0%}"
+        bounds_s, tokens_s = self.bounds_s(share), [x.token_s for x in share.decoded]
         return [
             Figure(
                 f"{at}: decode",
-                1 / median(x.token_s for x in rounds),
+                1 / median(tokens_s),
                 "tok/s",
-                baseline=1 / median(x.bound_s for x in rounds),
-                ratio=median(x.bound_s / x.token_s for x in rounds),
-                target=BOUND if found.share == JUDGED_SHARE else None,
+                baseline=1 / median(bounds_s),
+                ratio=median(a / b for a, b in zip(bounds_s, tokens_s, strict=True)),
+                target=BOUND if share.share == JUDGED_SHARE else None,
                 note="bound without overlap",
             ),
             Figure(
                 f"{at}: hit rate",
-                100 * statistics.fmean(x.hit_rate for x in rounds),
+                100 * fmean(x.hit_rate for x in share.decoded),
                 "%",
-                baseline=100 * best,
+                baseline=100 * share.best_hit_rate,
                 note="no eviction hits more",
             ),
             Figure(
                 f"{at}: read per token",
-                statistics.fmean(x.read_bytes for x in rounds) / (1 << 20),
+                fmean(x.read_bytes for x in share.decoded) / (1 << 20),
                 "MiB",
             ),
         ]
 
-    def _decode(self, tokens: int) -> float:
-        return self._stage.run([self._fresh_id()], tokens)
+    def _tokens(self, count: int) -> Decoded:
+        store, tape = self._stage.store, self._stage.tape
+        counts, step = store.counts, tape.step
+        seconds = self._stage.run([self._fresh_id()], count)
+        now, steps = store.counts, tape.step - step
+        misses = now.misses - counts.misses
+        hit_rate = 1 - misses / (now.hits - counts.hits + misses)
+        read_bytes = (now.read_bytes - counts.read_bytes) / steps
+        return Decoded(seconds / steps, hit_rate, read_bytes)
+
+    def _missed(self, decoded: Decoded) -> float:
+        """Experts per token."""
+        return self._shape.layers * self._shape.top_k * (1 - decoded.hit_rate)
 
     def _fresh_id(self) -> int:
         self._next_id += 1

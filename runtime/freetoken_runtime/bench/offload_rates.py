@@ -20,6 +20,7 @@ from ..ftw_weights import FtwFolder
 from ..layers.expert import Expert
 from ..specs.moe import MoeSpec
 from ..weights import INT4_GROUP
+from .timing import Turn
 
 _COLD_BYTES = 256 << 20  # more than any cache of the machines meant here
 
@@ -65,12 +66,12 @@ class KernelProbe:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def rate(self) -> float:
-        """Bytes per second."""
+    def turn(self) -> Turn:
+        """Each expert's matrices meet one row; counts bytes."""
         shares = [self._experts[start :: self._threads] for start in range(self._threads)]
         started = time.perf_counter()
         list(self._pool.map(_one_row, shares))
-        return self.expert_bytes * len(self._experts) / (time.perf_counter() - started)
+        return Turn(time.perf_counter() - started, self.expert_bytes * len(self._experts))
 
 
 class DiskProbe:
@@ -84,12 +85,9 @@ class DiskProbe:
         self._buffers = [AlignedBuffer(prepared.room).view for _ in range(pending)]
         self._random = random.Random(0)
 
-    def rate(self, count: int) -> float:
-        """Bytes per second, of so many experts in no order."""
-        return self.read(self._random.choices(self._prepared.names, k=count))
-
-    def read(self, names: Sequence[str]) -> float:
-        """The same of these."""
+    def turn(self, count: int) -> Turn:
+        """So many experts in no order; counts bytes."""
+        names = self._random.choices(self._prepared.names, k=count)
         free, under_way = list(self._buffers), deque[tuple[Pending, memoryview]]()
         total = 0
         started = time.perf_counter()
@@ -103,7 +101,7 @@ class DiskProbe:
             total += extent.room
         for read, _ in under_way:
             read.result()
-        return total / (time.perf_counter() - started)
+        return Turn(time.perf_counter() - started, total)
 
 
 def _one_thread() -> None:
