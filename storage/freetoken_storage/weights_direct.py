@@ -9,6 +9,7 @@ Reads are `preadv` in threads that hold no lock of the interpreter. A short read
 an error. Memory that was touched before takes no page faults.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -25,6 +26,11 @@ from typing import Self
 from .weights import RECORD_ALIGNMENT, aligned, readable, truncated
 
 PIECE_BYTES = 1 << 20
+HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of others where pages have 4,096 bytes
+_MAX_GROUP = 16
+_MAX_MAPPING = 64 << 20
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+_COLLAPSE = None if _HUGE is None else 25  # MADV_COLLAPSE, Linux 6.1; older ones refuse it
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only; elsewhere every read is buffered
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # a file system without direct reads
 
@@ -53,12 +59,101 @@ class Extent:
 
 class AlignedBuffer:
     """Anonymous memory on page boundaries, touched once so that reads into it fault no more. Freed
-    when the last view of it is gone."""
+    when the last view of it is gone. As much of it as whole huge pages hold lies in such."""
 
     def __init__(self, size_bytes: int) -> None:
         size = aligned(max(1, size_bytes), RECORD_ALIGNMENT)
-        self.view = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        self.view[::RECORD_ALIGNMENT] = bytes(size // RECORD_ALIGNMENT)
+        _, whole = _mapped(size, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+        self.view = whole
+        _touch(self.view)
+
+
+class Buffers:
+    """Buffers of one size, several to a mapping, so that nearly all of each lies in huge pages.
+    Mutable; used by one thread at a time.
+
+        mapping   | buffer | buffer | buffer | buffer | buffer |
+        pages     | huge  | huge  | huge  | huge  | huge  |small
+
+    A disk takes a request in so many segments (often 254), and memory of many small pages is one
+    segment per page: reads then run at 1.2 GB/s where huge pages let them run at 3.1.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = aligned(max(1, size_bytes), RECORD_ALIGNMENT)
+        self._group = _group(self.size_bytes)
+        self._mappings: list[_Mapping] = []
+
+    def take(self) -> memoryview:
+        """One that is nobody's, touched; its content is undefined."""
+        mapping = next((mapping for mapping in self._mappings if mapping.free), None)
+        if mapping is None:
+            mapping = _Mapping(self.size_bytes, self._group)
+            self._mappings.append(mapping)
+        return mapping.take()
+
+    def give(self, buffer: memoryview) -> None:
+        """A buffer that was taken: its memory goes back to the system at once, so nobody may use it
+        any more; the address space, when the last view of the whole mapping is gone."""
+        address = _address(buffer)
+        mapping = next(mapping for mapping in self._mappings if address in mapping.addresses)
+        mapping.give(address)
+        if len(mapping.free) == self._group:
+            self._mappings.remove(mapping)
+
+
+class _Mapping:
+    """`group` buffers in one piece. Mutable: `free` are the numbers of those that are nobody's."""
+
+    def __init__(self, size_bytes: int, group: int) -> None:
+        self._size = size_bytes
+        self._huge = group * size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        self._memory, self._whole = _mapped(group * size_bytes, self._huge)
+        self._first = _address(self._whole) - _address(memoryview(self._memory))
+        self._split = False  # whether memory was given back in between, which splits huge pages
+        self.free = list(range(group))[::-1]
+        start = _address(self._whole)
+        self.addresses = range(start, start + group * size_bytes, size_bytes)
+
+    def take(self) -> memoryview:
+        number = self.free.pop()
+        view = self._whole[number * self._size : (number + 1) * self._size]
+        _touch(view)
+        if self._split and not self.free and _COLLAPSE is not None:
+            with contextlib.suppress(OSError):  # there may be no huge page to be had
+                self._memory.madvise(_COLLAPSE, self._first, self._huge)
+            self._split = False
+        return view
+
+    def give(self, address: int) -> None:
+        number = self.addresses.index(address)
+        assert number not in self.free, number
+        self._memory.madvise(mmap.MADV_DONTNEED, self._first + number * self._size, self._size)
+        self._split = True
+        self.free.append(number)
+
+
+def _group(size_bytes: int) -> int:
+    """How many buffers share a mapping: so many that what is left behind whole huge pages is least
+    for each, but not more than shrinking step by step can bear."""
+    sizes = [count for count in range(1, _MAX_GROUP + 1) if count * size_bytes <= _MAX_MAPPING]
+    return min(sizes or [1], key=lambda count: count * size_bytes % HUGE_PAGE_BYTES / count)
+
+
+def _mapped(size_bytes: int, huge_bytes: int) -> tuple[mmap.mmap, memoryview]:
+    """Untouched memory, and the part of it that begins on a boundary of huge pages."""
+    room = HUGE_PAGE_BYTES if huge_bytes else 0
+    memory = mmap.mmap(-1, size_bytes + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = memoryview(memory)
+    first = -_address(view) % HUGE_PAGE_BYTES if huge_bytes else 0
+    if huge_bytes and _HUGE is not None:
+        with contextlib.suppress(OSError):  # a system that was built without them
+            memory.madvise(_HUGE, first, huge_bytes)
+    return memory, view[first : first + size_bytes]
+
+
+def _touch(view: memoryview) -> None:
+    view[::RECORD_ALIGNMENT] = bytes(len(view) // RECORD_ALIGNMENT)
 
 
 class Pending:

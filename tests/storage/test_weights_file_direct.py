@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads past the page cache: any extent of any file, at any depth, whole or refused."""
 
+import ctypes
 import os
 import random
+import re
 import resource
 import time
 from collections.abc import Sequence
@@ -13,7 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freetoken_storage.weights import FtwError, FtwTruncated
-from freetoken_storage.weights_direct import AlignedBuffer, DirectReader, Extent
+from freetoken_storage.weights_direct import (
+    HUGE_PAGE_BYTES,
+    AlignedBuffer,
+    Buffers,
+    DirectReader,
+    Extent,
+)
 
 SIZE = 300_007  # ends within a block
 
@@ -184,3 +192,68 @@ def test_buffers_begin_on_pages_and_misuse_is_noticed(stored: tuple[Path, bytes]
             reader.submit(Extent(path, 4000, 10_000), buffer.view)
     with pytest.raises(RuntimeError, match="closed"):
         reader.submit(Extent(path, 0, 10), buffer.view)
+
+
+@pytest.mark.parametrize("size", [5_000, 700_000, 2_953_216, 9_437_184])
+@settings(max_examples=15, deadline=None)
+@given(steps=st.lists(st.integers(-12, 12), min_size=1, max_size=8))
+def test_buffers_are_nobody_elses_until_they_are_given_back(size: int, steps: list[int]) -> None:
+    """So many taken, or given back. Oracle: what its owner wrote into the ends of each."""
+    buffers = Buffers(size)
+    taken: list[tuple[memoryview, bytes]] = []
+    written = 0
+    for step in steps:
+        for _ in range(step):
+            view = buffers.take()
+            assert len(view) == buffers.size_bytes and buffers.size_bytes - size < 4096
+            assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % 4096 == 0
+            written += 1
+            mark = written.to_bytes(8, "little")
+            view[:8] = view[-8:] = mark
+            taken.append((view, mark))
+        for _ in range(min(-step, len(taken))):
+            buffers.give(taken.pop(written % len(taken))[0])
+        assert all(view[:8] == mark == view[-8:] for view, mark in taken)
+
+
+def in_memory(view: memoryview, kind: str) -> int:
+    """Bytes of the mappings that hold a buffer, as the system counts them."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            start, stop = (int(bound, 16) for bound in bounds.groups())
+            inside = start < address + len(view) and address < stop
+        elif inside and line.startswith(f"{kind}:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system tells no sizes")
+def test_memory_that_is_given_back_goes_at_once() -> None:
+    """Oracle: the system's count, before and after, while neighbours in the mapping stay."""
+    buffers = Buffers(2_953_216)
+    views = [buffers.take() for _ in range(5)]
+    before = in_memory(views[2], "Rss")
+    assert before >= buffers.size_bytes
+    buffers.give(views[2])
+    assert before - in_memory(views[2], "Rss") >= buffers.size_bytes - 2 * 4096
+    again = buffers.take()
+    assert in_memory(again, "Rss") >= buffers.size_bytes
+
+
+def huge_pages_on_request() -> bool:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.exists() and "[never]" not in path.read_text()
+
+
+@pytest.mark.skipif(not huge_pages_on_request(), reason="the system has no huge pages on request")
+def test_buffers_lie_in_huge_pages() -> None:
+    """Oracle: the system's count, of five experts that nearly fill seven of them. One may be
+    missing where memory is short."""
+    buffers = Buffers(2_953_216)
+    views = [buffers.take() for _ in range(5)]
+    assert in_memory(views[0], "AnonHugePages") >= 5 * HUGE_PAGE_BYTES
+    alone = AlignedBuffer(5 << 20)
+    assert in_memory(alone.view, "AnonHugePages") >= HUGE_PAGE_BYTES

@@ -14,9 +14,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 
 from freetoken_storage.weights import RECORD_ALIGNMENT, aligned
-from freetoken_storage.weights_direct import AlignedBuffer
+from freetoken_storage.weights_direct import Buffers
 
 from ..layers.expert import Expert
 from .records import ExpertForm
@@ -57,6 +58,7 @@ class SlotPool:
         self.scratches = Scratches(form, SCRATCHES)
         self.demand = 0
         self.evictions = 0
+        self._buffers = Buffers(form.layout.size_bytes)
         self._free: list[Slot] = []
         self._settled: OrderedDict[Key, Slot] = OrderedDict()
         self._passing: OrderedDict[Key, Slot] = OrderedDict()
@@ -143,16 +145,19 @@ class SlotPool:
 
     def claim_guess(self, key: Key, limit: int) -> Slot | None:
         """A slot for an expert that nobody has asked for yet: a free one, one whose expert has not
-        settled, or, if that would be no more than `limit`, the one that a missing expert would take
-        next. None if there is none."""
-        spare = next((slot for slot in self._passing.values() if slot.evictable), None)
-        if not self._free and spare is None and not self._crowded and len(self._passing) < limit:
-            spare = next((slot for slot in self._settled.values() if slot.evictable), None)
+        settled, or, if no more than `limit` have not, the one that a missing expert would take
+        next. Where a pass does not fit, `limit` others are left to what is missing. None if there
+        is none."""
+        spare = [slot for slot in self._passing.values() if slot.evictable]
+        if self._crowded and len(self._free) + len(spare) <= limit:
+            return None
         if not self._free:
-            if spare is None:
+            if not spare and len(self._passing) < limit:
+                spare = [slot for slot in islice(self._settled.values(), limit) if slot.evictable]
+            if not spare:
                 return None
             self.evictions += 1
-            self.drop(spare)
+            self.drop(spare[0])
         return self._take(self._free.pop(), key, settled=False)
 
     def drop(self, slot: Slot) -> None:
@@ -174,7 +179,7 @@ class SlotPool:
         """Make or free slots; those that hold what was used least go first. What is being filled
         stays until it is done: then there may be more than `count` for a while."""
         while len(self) < count:
-            memory = AlignedBuffer(self.form.layout.size_bytes).view
+            memory = self._buffers.take()
             self._free.append(Slot(memory, self.form.expert(memory)))
         while len(self) > count:
             if not self._free:
@@ -183,7 +188,7 @@ class SlotPool:
                     return
                 self.evictions += 1
                 self.drop(victim)
-            self._free.pop()
+            self._buffers.give(self._free.pop().memory)
 
     @property
     def _crowded(self) -> bool:
