@@ -8,6 +8,7 @@ bytes between slots and states is `balance.Balance`'s.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Protocol
 
 from .plan import MemoryPlan
@@ -58,9 +59,13 @@ class MemoryBudget:
 
     def lend(self, size_bytes: int, worth: float) -> bool:
         """Let slots make room for `size_bytes` more of states, a byte of which saves `worth`
-        seconds per second. True if they gave anything: ask again what is missing."""
+        seconds per second; within what was planned for states they have to. True if they gave
+        anything: ask again what is missing."""
         missing = self.missing(size_bytes)
-        return missing > 0 and self.lender is not None and self.lender.lend(missing, worth)
+        if missing == 0 or self.lender is None:
+            return False
+        due = self.states_bytes + size_bytes <= self.home.states_bytes
+        return self.lender.lend(missing, inf if due else worth)
 
 
 def return_freed_memory() -> None:

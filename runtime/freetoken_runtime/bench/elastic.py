@@ -63,14 +63,15 @@ class ElasticSettings:
 @dataclass(frozen=True)
 class Outcome:
     """What a run gave. `tokens`: of the session and of the one beside it; `over_bytes`: the most
-    that was counted above the budget of the moment, 0 if nothing ever was; `slots`: after each
-    turn."""
+    that was counted above the budget of the moment, 0 if nothing ever was; `rss_bytes`: the most of
+    RssAnon; `slots` and `resting_bytes`, RssAnon again: after each turn."""
 
     seconds: float
     tokens: tuple[tuple[int, ...], tuple[int, ...]]
     over_bytes: int
     rss_bytes: int
     slots: tuple[int, ...]
+    resting_bytes: tuple[int, ...]
     stats: EngineStats
 
 
@@ -236,6 +237,7 @@ class _Run:
     over_bytes: int = 0
     rss_bytes: int = 0
     slots: list[int] = field(default_factory=list)
+    resting_bytes: list[int] = field(default_factory=list)
 
     def turn(self, number: int, stage: Stage) -> None:
         """The session goes back or on to so many tokens and gets an answer; beside it the other one
@@ -254,6 +256,7 @@ class _Run:
         self.tokens[0].extend(answer)
         self._look()
         self.slots.append(self.engine.stats().experts.slots)
+        self.resting_bytes.append(anonymous_bytes() - self.before_bytes)
 
     def outcome(self) -> Outcome:
         first, second = self.tokens
@@ -263,6 +266,7 @@ class _Run:
             self.over_bytes,
             self.rss_bytes,
             tuple(self.slots),
+            tuple(self.resting_bytes),
             self.engine.stats(),
         )
 
