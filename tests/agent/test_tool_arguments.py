@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import AfterValidator, BaseModel, Field
@@ -323,6 +323,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(schemas(), VALUES)
 def test_what_is_valid_is_never_changed(schema: dict[str, Any], value: Any) -> None:
     """Oracle: jsonschema says what is valid. Coercing twice changes nothing more, and coercion
@@ -348,6 +349,7 @@ TYPED = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(TYPED)
 def test_text_becomes_what_it_was_written_from(value: dict[str, Any]) -> None:
     """Oracle: the values that were written: strings as they are, everything else as JSON."""

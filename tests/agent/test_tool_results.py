@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
@@ -69,6 +69,7 @@ def test_what_is_returned_becomes_text(value: object, text: str) -> None:
     assert result_text(value) == text
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -123,6 +124,7 @@ def test_a_cut_says_what_went_and_how_to_get_it(keep: Keep, expected: str) -> No
     assert ResultLimit(5, keep, "Ask again.").cut("0123456789") == (expected, 5)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60), st.integers(1, 40), st.sampled_from(["head", "tail", "both"]))
 def test_a_cut_keeps_what_it_says(text: str, max_chars: int, keep: Keep) -> None:
     """Oracle: the count in the note; the kept characters are the text's own head and tail, and as

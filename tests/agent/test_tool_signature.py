@@ -452,7 +452,7 @@ def test_c42_a_schema_does_not_depend_on_hash_seeds() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=120,
         ).stdout
         for seed in ("1", "2", "3")
     }
