@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from freetoken_storage.weights_direct import AlignedBuffer, DirectReader, Pending
+from freetoken_storage.weights_direct import Buffers, DirectReader, Pending
 
 from ..experts.choice import own_form
 from ..experts.records import ExpertForm
@@ -53,8 +53,9 @@ class KernelProbe:
         self.expert_bytes = prepared.form.layout.size_bytes
         count = min(len(prepared.names), -(-_COLD_BYTES // self.expert_bytes))
         self._experts: list[Expert] = []
+        buffers = Buffers(prepared.room)  # as slots are
         for name in prepared.names[:count]:
-            memory = AlignedBuffer(prepared.room).view
+            memory = buffers.take()
             prepared.file.read(name, reader, memory)
             self._experts.append(prepared.form.expert(memory))
         self._threads = threads
@@ -82,7 +83,8 @@ class DiskProbe:
         self.depth = reader.depth
         self._prepared = prepared
         self._reader = reader
-        self._buffers = [AlignedBuffer(prepared.room).view for _ in range(pending)]
+        buffers = Buffers(prepared.room)  # as slots are: other memory would be slower
+        self._buffers = [buffers.take() for _ in range(pending)]
         self._random = random.Random(0)
 
     def turn(self, count: int) -> Turn:
