@@ -138,6 +138,37 @@ def test_sizes_change_while_experts_stay() -> None:
     assert len(pool) == 1
 
 
+def test_what_is_asked_for_most_stays_where_a_pass_will_not_fit() -> None:
+    """Oracle: the counts of askings. Experts 0 and 5 were asked for more often than the others,
+    though not last; two slots are fewer than the five that a pass wants."""
+    pool = pool_of(6, demand=5)
+    for expert in (0, 5, 0, 5, 0, 5, 1, 2, 3, 4):
+        use(pool, (0, expert))
+    pool.resize(4)
+    assert {slot.key for slot in pool.slots()} == {(0, 0), (0, 5), (0, 3), (0, 4)}
+    pool.resize(2)
+    assert {slot.key for slot in pool.slots()} == {(0, 0), (0, 5)}
+    assert pool.evictions == 4 and len(pool) == 2
+
+
+def test_guesses_leave_room_where_a_pass_does_not_fit() -> None:
+    """Oracle: the slots. What is free or has not settled can be had, but for `limit` of them; where
+    a pass fits, so many of the least recently used as well."""
+    pool = pool_of(4, demand=4)
+    for expert in range(4):
+        use(pool, (0, expert))
+    assert pool.claim_guess((1, 0), 1) is not None
+    assert pool.find((0, 0)) is None and pool.passing == 1
+    for slot in pool.slots():
+        slot.held = slot.key == (1, 0)
+    assert pool.claim_guess((1, 1), 1) is None
+    assert pool.claim_guess((1, 1), 2) is not None and pool.find((0, 1)) is None
+    crowded = pool_of(4, demand=9)
+    use(crowded, (0, 0))
+    assert crowded.claim_guess((1, 0), 3) is None and crowded.evictions == 0
+    assert crowded.claim_guess((1, 0), 2) is not None
+
+
 def test_memory_is_a_slot_s_own() -> None:
     """Oracle: pages. Slots begin on page boundaries and are as large as is said."""
     pool = pool_of(3)

@@ -176,19 +176,26 @@ class SlotPool:
             self._spoil(slot)
 
     def resize(self, count: int) -> None:
-        """Make or free slots; those that hold what was used least go first. What is being filled
-        stays until it is done: then there may be more than `count` for a while."""
+        """Make or free slots. Of those that hold experts the least valuable go first: what has not
+        settled, then the least recently used; or, where fewer stay than a pass wants, the least
+        asked for. What is held or being filled stays until it is done: then there may be more than
+        `count` for a while."""
         while len(self) < count:
             memory = self._buffers.take()
             self._free.append(Slot(memory, self.form.expert(memory)))
-        while len(self) > count:
-            if not self._free:
-                victim = next((slot for slot in self.slots() if slot.evictable), None)
-                if victim is None:
-                    return
-                self.evictions += 1
-                self.drop(victim)
+        surplus = len(self) - count - len(self._free)
+        for victim in self._least_valuable(count)[: max(0, surplus)]:
+            self.evictions += 1
+            self.drop(victim)
+        while self._free and len(self) > count:
             self._buffers.give(self._free.pop().memory)
+
+    def _least_valuable(self, count: int) -> list[Slot]:
+        """All that can go, in the order in which they should if so many stay."""
+        settled = list(self._settled.values())
+        if self.demand > count:
+            settled.sort(key=lambda slot: self._askings_of(slot.key))
+        return [slot for slot in (*self._passing.values(), *settled) if slot.evictable]
 
     @property
     def _crowded(self) -> bool:
