@@ -21,6 +21,7 @@ from freetoken_runtime.bench.machine import Machine, read_machine
 from freetoken_runtime.bench.timing import Figure, OnTurn, Target
 
 from .bench_elastic import ELASTIC_MODEL, elastic_measures
+from .bench_load import Form, LoadChoice, Shape, load_measures
 from .bench_offload import OffloadSettings, Part, offload_measures
 from .bench_sessions import SessionSettings, measure_edit, measure_fork, measure_load
 from .opening import ModelName
@@ -39,7 +40,11 @@ HYBRID_HELP = (
 )
 
 PART_HELP = "Only this: decoding, or double buffering in this form; may be repeated."
+LOAD_FOLDER_HELP = (
+    "Where the prepared models (7 GB) are kept and looked for; else they are temporary."
+)
 FOLDER_HELP = "Where the prepared models (9 GB) are kept and looked for; else they are temporary."
+LOAD_MODEL = "random weights, shapes of Qwen3-0.6B and Qwen3-30B-A3B"
 OFFLOAD_MODEL = "random weights, shapes of Qwen3-30B-A3B"
 
 Measure = Callable[[OnTurn], list[Figure]]
@@ -149,6 +154,22 @@ def bench_elastic(
     """A session that grows and goes back beside one that decodes, on half and on all of a budget:
     with memory that moves between experts and states, and without."""
     _run(elastic_measures(tokens, threads), ELASTIC_MODEL, threads, strict)
+
+
+@app.command("load")
+@command
+def bench_load(
+    shape: Annotated[list[Shape] | None, typer.Option("--shape", help="Only this one.")] = None,
+    form: Annotated[list[Form] | None, typer.Option("--form", help="Only this one.")] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help=LOAD_FOLDER_HELP)] = None,
+    rounds: Rounds = 3,
+    threads: Threads = None,
+    strict: Strict = False,
+    json: Json = False,
+) -> None:
+    """From the start of a process to its first token: converted weights against safetensors."""
+    choice = LoadChoice(tuple(shape or Shape), tuple(form or Form), folder, rounds, threads)
+    _run(load_measures(choice), LOAD_MODEL, threads, strict)
 
 
 @app.command("offload")

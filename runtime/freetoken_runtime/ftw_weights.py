@@ -12,7 +12,8 @@ machine and is named in the header.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -150,6 +151,10 @@ class FtwFolder(WeightSource):
     def _stored_dtype(self, name: str, stored: Stored) -> torch.dtype:
         part = self._parts[name]
         return DTYPES[self._field(part.place, part.kind).dtype]
+
+    def ahead(self, names: Collection[str]) -> AbstractContextManager[None]:
+        wanted = {self._parts[name].place.record for name in names}
+        return self.file.ahead(record for record in self.file.records if record in wanted)
 
     def _read(self, name: str, stored: Stored) -> torch.Tensor:
         part = self._parts[name]

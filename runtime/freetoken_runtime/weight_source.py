@@ -2,7 +2,8 @@
 """What loading needs of weight files, whatever their format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -187,6 +188,11 @@ class WeightSource(ABC):
             assert elements == prod(self._shapes[name]), (name, elements)
         for parts in takers.values():
             _assert_whole(parts)
+
+    def ahead(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """While this lasts, these parameters are brought into memory before they are read, where
+        the files can do that in another thread."""
+        return nullcontext()
 
     def read(self, name: str) -> torch.Tensor:
         """A parameter in a floating dtype (that of the file, or fp32 if quantised), in memory of

@@ -13,7 +13,7 @@ import torch
 
 from .config import ResolvedConfig
 from .errors import ModelNotFound, UnsupportedQuantization
-from .experts.choice import disk_tier, has_experts, own_form, ram_tier
+from .experts.choice import disk_tier, expert_names, has_experts, own_form, ram_tier
 from .experts.records import ExpertForm
 from .experts.store import ExpertStore
 from .ftw_weights import FtwFolder, is_ftw
@@ -128,7 +128,9 @@ def load(
         _check_choice("quant", quant, get_args(Quant))
     source = open_source(model) if isinstance(model, str | Path) else model
     builder = Builder(source, dtype, usable_quant(source, quant), offload)
-    decoder = Decoder(source.spec, builder.parts())
+    served = expert_names(source) if offload == "disk" else ()
+    with source.ahead(source.spec.parameter_shapes().keys() - served):
+        decoder = Decoder(source.spec, builder.parts())
     source.finish()
     demands = builder.store.demands()
     few = slots_within(demands, 0)

@@ -3,11 +3,13 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from freetoken_storage.weights import (
 )
 from freetoken_storage.weights_direct import AlignedBuffer, DirectReader
 from freetoken_storage.weights_faults import damage
-from freetoken_storage.weights_file import WeightsFile
+from freetoken_storage.weights_file import CHECK_THREADS, WeightsFile
 from freetoken_storage.weights_writer import WeightsWriter
 
 Content = dict[str, dict[str, tuple[str, tuple[int, ...], bytes]]]
@@ -175,6 +177,74 @@ def test_a_mapped_record_is_checked_once_per_opening_and_costs_no_write(
     file.mapped("norm")  # was checked already
     with pytest.raises(FtwAltered, match="record 'norm' in .*checksum"):
         WeightsFile(folder).mapped("norm")
+
+
+class Reads:
+    """Counts reads of each record through the page cache, by where they begin; stops at some."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begins: list[int] = []
+        self.entered, self.go_on = Event(), Event()
+        self.go_on.set()
+        original = os.preadv
+
+        def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+            self.begins.append(offset)
+            self.entered.set()
+            assert self.go_on.wait(20)
+            return original(descriptor, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+
+
+def test_records_checked_ahead_are_not_checked_again(
+    folder: Path, content: Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order in which they are asked for, and before or after the block. Oracle: the
+    reads; each record begins once."""
+    file, reads = WeightsFile(folder), Reads(monkeypatch)
+    names = list(content)
+    with file.ahead(names):
+        for name in reversed(names):
+            fields = content[name]
+            first = next(iter(fields.values()))[2]
+            assert file.mapped(name)[: len(first)] == first
+    check_whole(file, content)
+    assert len(reads.begins) == len(names)
+
+
+def test_damage_found_ahead_is_raised_where_the_record_is_used(
+    folder: Path, content: Content
+) -> None:
+    """The others are served; outside the block it is found again."""
+    file = WeightsFile(folder)
+    record = file.records["layers.0.router"]
+    with (folder / record.shard).open("r+b") as stored:
+        stored.seek(record.offset)
+        stored.write(b"altered!")
+    with file.ahead(list(content)):
+        for name in content:
+            if name != record.name:
+                file.mapped(name)
+        with pytest.raises(FtwAltered, match=r"layers\.0\.router"):
+            file.mapped(record.name)
+    with pytest.raises(FtwAltered, match=r"layers\.0\.router"):
+        file.mapped(record.name)
+
+
+def test_who_leaves_early_waits_for_no_further_record(
+    folder: Path, content: Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks under way end, the rest never begins; what was not checked is, when it is used."""
+    file, reads = WeightsFile(folder), Reads(monkeypatch)
+    reads.go_on.clear()
+    with pytest.raises(KeyError, match="over"):
+        with file.ahead(list(content)):
+            assert reads.entered.wait(20)
+            Timer(0.2, reads.go_on.set).start()
+            raise KeyError("over")
+    assert len(reads.begins) <= 2 * CHECK_THREADS < len(content)
+    check_whole(file, content)
 
 
 def test_a_direct_read_is_checked_every_time(folder: Path) -> None:
