@@ -33,11 +33,17 @@ class Accelerator(ABC):
     that runs beside it."""
 
     device: torch.device
+    name: str  # for reports
 
     @abstractmethod
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         """[size_bytes] uint8 in the host's memory that the device can copy from while others work,
         and kernels read by its address. A power of two wastes nothing."""
+
+    @abstractmethod
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor of the host on the device, in the current stream. Nothing waits: the
+        plain way would, for all that the stream was asked before."""
 
     @abstractmethod
     def copying(self) -> AbstractContextManager[Any]:
@@ -80,11 +86,15 @@ class CudaAccelerator(Accelerator):
                 remedy="install a torch for CUDA or ROCm, or compute on the CPU",
             )
         self.device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(self.device)
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._copies)
@@ -116,9 +126,13 @@ class HostAccelerator(Accelerator):
     memory and nothing else, not that a device would take it."""
 
     device = torch.device("cpu")
+    name = "CPU"
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def copying(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -47,15 +47,17 @@ class DeviceCounts:
 @dataclass
 class _Pass:
     """What is known of the pass that goes on. Mutable. `streams`, `splits`: whether it fetches
-    ahead, whether the policy places what is missing. `ahead`: slots of the next layer."""
+    ahead, whether the policy places what is missing. `start`: behind all that came before it;
+    `held`, `ahead`: slots that stay, of this layer and of the next one."""
 
     streams: bool
-    begun_s: float
+    start: Mark
     splits: bool = False
     ended_s: float = 0.0
     layer: int = -1
     wanted: int = 0
     pairs: int = 0
+    held: list[DeviceSlot] = field(default_factory=list)
     ahead: list[DeviceSlot] = field(default_factory=list)
     copied: tuple[int, Mark, Mark] | None = None  # experts, begin, end: not yet told to the policy
 
@@ -94,25 +96,37 @@ class DeviceExperts:
         self, layer: int, x: torch.Tensor, routes: Routes, parts: Sequence[RowGroup]
     ) -> torch.Tensor:
         """x [n, H] fp32 on the host or on the device, rows in `parts` -> [n, H] fp32, there."""
-        device, rows = self._accelerator.device, len(x)
+        from ..kernels.experts import triton as kernel  # here, as it needs an extra
+
         chosen = routes.chosen.cpu()  # waits for the router, and so for the layer before
-        going = self._enter(layer, rows, chosen.shape[1])
+        going = self._enter(layer, *chosen.shape)
         counts = torch.bincount(chosen.reshape(-1), minlength=self.records.num_experts).tolist()
         wanted = [expert for expert, count in enumerate(counts) if count]
         there, missing = self._ask(going, wanted)
-        fetched, left = self._split(going, missing, [counts[expert] for expert in missing])
-        out = torch.empty(chosen.numel(), x.shape[1], device=device)  # each row is written once
-        work = _Work(x.to(device), routes.chosen.to(device), tuple(parts), out)
-        self._serve(going, work, there, fetched)
-        if left:
-            self._compute(work, x, chosen, left)
-        from ..kernels.experts import triton as kernel  # here, as it needs an extra
-
-        mixed = kernel.combine(out, routes.weights.to(device))
-        result = mixed.to(x.device)
+        try:
+            fetched, left = self._split(going, missing, [counts[expert] for expert in missing])
+            host = x.cpu() if left else x  # before the device is asked for anything
+            work = _Work(
+                x=self._there(x),
+                chosen=self._there(routes.chosen),
+                parts=tuple(parts),
+                out=torch.empty(chosen.numel(), x.shape[1], device=self._accelerator.device),
+            )
+            self._serve(going, work, there, fetched)
+            if left:
+                self._compute(work, host, chosen, left)
+        finally:
+            for slot in going.held:
+                slot.held = False
+            going.held = []
+        mixed = kernel.combine(work.out, self._there(routes.weights)).to(x.device)
         going.pairs += chosen.numel()
         going.ended_s = time.perf_counter()
-        return result
+        return mixed
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = self._accelerator.device
+        return tensor if tensor.device == device else self._accelerator.upload(tensor)
 
     def mix_resident(
         self, layer: int, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, form: Form
@@ -139,7 +153,7 @@ class DeviceExperts:
         absent = [key for key in every if self.slots.find(key) is None][:free]
         slots = [slot for key in absent if (slot := self.slots.claim(key)) is not None]
         if slots:
-            self._copy(slots)
+            self._copy(slots, self._accelerator.mark())
         self.slots.publish()
         return all(self.slots.find(key) is not None for key in every)
 
@@ -156,7 +170,7 @@ class DeviceExperts:
         if going is None or layer <= going.layer:
             self._end_pass()
             streams = self.streams and self.coverage(rows, top_k) >= STREAMED_COVERAGE
-            going = self._pass = _Pass(streams, time.perf_counter())
+            going = self._pass = _Pass(streams, self._accelerator.mark())
             if self.policy is not None and not streams:
                 self.policy.begin_step(rows)
                 going.splits = True
@@ -172,8 +186,8 @@ class DeviceExperts:
         self.slots.demand = going.wanted
         for slot in going.ahead:
             slot.held = False
-        if self.policy is not None and going.splits:
-            self.policy.end_step(going.ended_s - going.begun_s, max(1, going.pairs))
+        if self.policy is not None and going.splits and going.pairs:
+            self.policy.end_step(going.ended_s - going.start.at_s, going.pairs)
 
     def _report(self, going: _Pass) -> None:
         """Tell the policy how long the last layer's copies took: they are done by now, or soon."""
@@ -194,6 +208,7 @@ class DeviceExperts:
         there = [slot for slot in found.values() if slot is not None]
         for slot in there:
             slot.held = True
+        going.held += there
         missing = [expert for expert, slot in found.items() if slot is None]
         hits, misses = self.counts.hits + len(there), self.counts.misses + len(missing)
         self.counts = replace(self.counts, hits=hits, misses=misses)
@@ -236,8 +251,9 @@ class DeviceExperts:
             pending.popleft()
             slot.held = True
             slots.append(slot)
+        going.held += slots
         if slots:
-            begin, end = self._copy(slots)
+            begin, end = self._copy(slots, going.start)
             before = going.copied
             going.copied = (
                 len(slots) + (before[0] if before else 0),
@@ -264,35 +280,45 @@ class DeviceExperts:
                 break
             slot.held = True
             fresh.append(slot)
-        if fresh:
-            self._copy(fresh)
-            self.counts = replace(self.counts, ahead=self.counts.ahead + len(fresh))
         going.ahead += fresh
+        if fresh:
+            self._copy(fresh, going.start)
+            self.counts = replace(self.counts, ahead=self.counts.ahead + len(fresh))
 
-    def _copy(self, slots: Sequence[DeviceSlot]) -> tuple[Mark, Mark]:
-        """Copy records into claimed slots, beside what computes, once those are not used any more.
-        Marks around it."""
-        sources = [self.records.bytes_of(*slot.key) for slot in slots if slot.key is not None]
+    def _copy(self, slots: Sequence[DeviceSlot], start: Mark) -> tuple[Mark, Mark]:
+        """Copy records into claimed slots beside what computes, once the slots are not used any
+        more. Marks around it. If it fails, the slots hold nothing."""
         size = self.records.form.layout.size_bytes
-        with self._accelerator.copying():
-            for mark in {id(slot.used): slot.used for slot in slots}.values():
-                self._accelerator.wait(mark)
-            begin = self._accelerator.mark()
-            if self.gathers:
-                from ..kernels.record_copy import triton as copying
-
-                pairs = [[s.data_ptr(), t.address] for s, t in zip(sources, slots, strict=True)]
-                copying.copy_records(torch.tensor(pairs).to(self._accelerator.device), size)
-            else:
-                for source, slot in zip(sources, slots, strict=True):
-                    slot.memory[:size].copy_(source[:size], non_blocking=True)
-            end = self._accelerator.mark()
+        try:
+            with self._accelerator.copying():
+                used = [slot.used for slot in slots if slot.used is not None]
+                for mark in {id(mark): mark for mark in (start, *used)}.values():
+                    self._accelerator.wait(mark)
+                begin = self._accelerator.mark()
+                self._copy_records(slots, size)
+                end = self._accelerator.mark()
+        except BaseException:
+            for slot in slots:
+                slot.held = False
+                self.slots.drop(slot)
+            raise
         for slot in slots:
             slot.arrived = end
-        fetched, bytes_ = self.counts.fetched + len(slots), len(slots) * size
-        total = self.counts.fetched_bytes + bytes_
+        fetched, total = self.counts.fetched + len(slots), len(slots) * size
+        total += self.counts.fetched_bytes
         self.counts = replace(self.counts, fetched=fetched, fetched_bytes=total)
         return begin, end
+
+    def _copy_records(self, slots: Sequence[DeviceSlot], size: int) -> None:
+        sources = [self.records.bytes_of(*slot.key) for slot in slots if slot.key is not None]
+        if self.gathers:
+            from ..kernels.record_copy import triton as kernel
+
+            pairs = [[s.data_ptr(), t.address] for s, t in zip(sources, slots, strict=True)]
+            kernel.copy_records(self._accelerator.upload(torch.tensor(pairs)), size)
+        else:
+            for source, slot in zip(sources, slots, strict=True):
+                slot.memory[:size].copy_(source[:size], non_blocking=True)
 
     def _launch(self, work: "_Work", slots: Sequence[DeviceSlot]) -> None:
         """Compute all rows of experts that are there or on their way, and let their slots go."""
@@ -304,10 +330,8 @@ class DeviceExperts:
         addresses = self.slots.addresses(slots)
         per_row = work.chosen.shape[1]
         for part in work.parts:
-            rows, pairs = (
-                slice(part.start, part.stop),
-                slice(part.start * per_row, part.stop * per_row),
-            )
+            rows = slice(part.start, part.stop)
+            pairs = slice(part.start * per_row, part.stop * per_row)
             tile = ROWS_PER_TILE[part.form]
             args = (work.x[rows], work.chosen[rows], addresses, self._record, tile, work.out[pairs])
             kernel.compute(*args)
@@ -320,7 +344,7 @@ class DeviceExperts:
         self, work: "_Work", x: torch.Tensor, chosen: torch.Tensor, experts: Sequence[int]
     ) -> None:
         """Compute experts on the CPU from where they lie, while the device does its part."""
-        begun, host, flat = time.perf_counter(), x.cpu(), chosen.reshape(-1)
+        begun, flat = time.perf_counter(), chosen.reshape(-1)
         assert self._pass is not None and self.policy is not None
         rows_of: list[int] = []
         found, made = [], []
@@ -333,9 +357,9 @@ class DeviceExperts:
                 inside = (rows >= part.start) & (rows < part.stop)
                 if bool(inside.any()):
                     found.append(pairs[inside])
-                    made.append(expert(host[rows[inside]], part.form).float())
-        device = self._accelerator.device
-        work.out.index_copy_(0, torch.cat(found).to(device), torch.cat(made).to(device))
+                    made.append(expert(x[rows[inside]], part.form).float())
+        upload = self._accelerator.upload
+        work.out.index_copy_(0, upload(torch.cat(found)), upload(torch.cat(made)))
         seconds = time.perf_counter() - begun
         self.policy.computed(rows_of, self.records.record_bytes, seconds)
         self.counts = replace(self.counts, computed=self.counts.computed + len(experts))

@@ -30,13 +30,13 @@ _AGING = 32  # askings per known expert, after which all counts are halved
 @dataclass(eq=False)
 class DeviceSlot:
     """Room for one expert. Mutable, by its owner and by who serves. `held`: it is yet to be used.
-    `used`: the last that read or wrote it on the main stream, after which it may be overwritten;
+    `used`: behind the last launch of this pass that reads it, after which it may be overwritten;
     `arrived`: what is being copied into it is there."""
 
     memory: torch.Tensor  # [record] uint8
-    used: Mark
     key: Key | None = None
     held: bool = False
+    used: Mark | None = None
     arrived: Mark | None = None
 
     @property
@@ -104,8 +104,8 @@ class DeviceSlots:
 
     def claim(self, key: Key, *, passing: bool = False) -> DeviceSlot | None:
         """A slot for an expert that has none; None if none can be given away now. `passing`: read
-        once, it takes no place of those that settled if there is another. What it held may still
-        be in use until `used`."""
+        once, it takes no place of those that settled if there is another. What it held may be in
+        use until `used`, or, with None, until what the main stream was asked before this pass."""
         settles = not passing
         if not self._free:
             spare, oldest = _evictable(self._passing), _evictable(self._settled)
@@ -136,7 +136,7 @@ class DeviceSlots:
         for slot in slots:
             assert slot.key is not None
             row[slot.key[1]] = slot.address
-        return row.to(self._accelerator.device)
+        return self._accelerator.upload(row)
 
     def publish(self) -> None:
         """Write the table anew, behind what the main stream was asked for. What was claimed before
@@ -148,7 +148,7 @@ class DeviceSlots:
             table[layer, expert] = slot.address
             if slot.arrived is not None:
                 self._accelerator.wait(slot.arrived)
-        self.table.copy_(table)
+        self.table.copy_(self._accelerator.upload(table))
 
     def resize(self, budget_bytes: int) -> None:
         """Have as many chunks as the budget holds, between two passes. What was used least goes.
@@ -172,9 +172,8 @@ class DeviceSlots:
 
     def _grow(self) -> None:
         memory = torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self._accelerator.device)
-        mark = self._accelerator.mark()
         records = torch.split(memory, self._record_bytes)
-        self._chunks.append([DeviceSlot(record, mark) for record in records])
+        self._chunks.append([DeviceSlot(record) for record in records])
         self._free += self._chunks[-1]
 
     def _shrink(self) -> None:
@@ -198,7 +197,6 @@ class DeviceSlots:
         target.memory.copy_(slot.memory)
         target.key = slot.key
         (self._settled if slot.key in self._settled else self._passing)[slot.key] = target
-        target.used = self._accelerator.mark()
 
     @property
     def _crowded(self) -> bool:
