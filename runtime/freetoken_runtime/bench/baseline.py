@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -49,13 +49,20 @@ class Baseline:
     """
 
     def __init__(self, path: Path, dtype: torch.dtype, threads: int | None = None) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        if not available():
-            raise BaselineUnavailable(
-                "transformers is not installed", remedy="pip install 'freetoken-agent[dev]'"
-            )
+        _prepare(threads)
         self._model = _build(path, dtype)
+
+    @classmethod
+    def of_checkpoint(cls, folder: Path, dtype: torch.dtype, threads: int | None = None) -> Self:
+        """Any model that transformers loads by itself from a Hugging Face folder."""
+        _prepare(threads)
+        from transformers import AutoModelForCausalLM
+
+        made = cls.__new__(cls)
+        made._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        ).eval()
+        return made
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int]) -> tuple[int, Any]:
@@ -74,6 +81,15 @@ class Baseline:
             token = int(out.logits[0, -1].argmax())
             made.append(token)
         return made, time.perf_counter() - started
+
+
+def _prepare(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if not available():
+        raise BaselineUnavailable(
+            "transformers is not installed", remedy="pip install 'freetoken-agent[dev]'"
+        )
 
 
 def _build(path: Path, dtype: torch.dtype) -> Any:
