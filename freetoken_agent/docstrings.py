@@ -10,7 +10,12 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from docstring_parser import Docstring
 
 _SECTION_FIRST = re.compile(r"\s*((?:Args|Arguments|Parameters|Params):)[ \t]*\n")
 _SUMMARY = "."  # stands before such a section, which is lost as the first line
@@ -31,11 +36,8 @@ def read_docstring(text: str | None) -> Documentation:
     cleaned = inspect.cleandoc(text) if first is None else _with_summary(first, text)
     if not cleaned:
         return Documentation()
-    from docstring_parser import ParseError, parse  # only who documents tools needs it
-
-    try:
-        parsed = parse(cleaned)
-    except ParseError:
+    parsed = _parsed(cleaned)
+    if parsed is None:
         return Documentation(_joined(cleaned))
     parameters: dict[str, str] = {}
     for param in parsed.params:
@@ -45,6 +47,18 @@ def read_docstring(text: str | None) -> Documentation:
                 parameters[name.strip().lstrip("\\*")] = said
     short = parsed.short_description or "" if first is None else ""
     return Documentation(_joined(f"{short}\n\n{parsed.long_description or ''}"), parameters)
+
+
+def _parsed(text: str) -> "Docstring | None":
+    """In the style that finds most; None if all fail. What one cannot read, another may."""
+    from docstring_parser import DocstringStyle, ParseError, parse  # only tools need it
+
+    found = []
+    for style in DocstringStyle:
+        with suppress(ParseError, IndexError):  # the second for `:: :type`
+            if style is not DocstringStyle.AUTO:
+                found.append(parse(text, style))
+    return max(found, key=lambda one: len(one.meta), default=None)
 
 
 def _with_summary(section: re.Match[str], text: str) -> str:

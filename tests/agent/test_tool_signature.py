@@ -186,6 +186,13 @@ def test_s56_what_the_library_loses_is_kept(text: str, expected: dict[str, str])
     assert (found.description, found.parameters) == ("Add.", expected)
 
 
+@pytest.mark.parametrize("text", [":: :type", "@type", "Do it.\n\nUse ::\n\n    :type"])
+def test_what_no_style_can_read_is_description(text: str) -> None:
+    """docstring-parser raises IndexError for the first; a docstring is no reason for an error."""
+    assert read_docstring(text).parameters == {}
+    assert read_docstring(text).description
+
+
 @pytest.mark.parametrize("text", [None, "", "   \n  "])
 def test_no_docstring_is_no_description(text: str | None) -> None:
     """Not an error: a name may say enough."""
