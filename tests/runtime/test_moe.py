@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts against transformers' own blocks, and a row's independence of all others."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -335,7 +335,7 @@ def test_results_are_summed_in_the_order_of_the_slots() -> None:
         calls.append(expert)
         return rows * (expert + 1.37)
 
-    def serve(groups: Sequence[ExpertRows]) -> Iterator[Task]:
+    def serve(groups: Sequence[ExpertRows]) -> Generator[Task]:
         for group in reversed(groups):
             release = partial(released.append, group.expert)
             yield Task(group.expert, partial(compute, group.expert), release)
