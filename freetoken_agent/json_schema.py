@@ -129,11 +129,19 @@ def ordered(schema: Schema, *, close: bool = False) -> dict[str, Any]:
     found = {key: value for key, value in schema.items() if not _is_dropped(key, value)}
     if close and "properties" in found:
         found.setdefault("additionalProperties", False)
-    if found.get("uniqueItems") and isinstance(found.get("default"), list):
+    if isinstance(found.get("default"), list) and _is_set(found):
         found["default"] = sorted(found["default"], key=json.dumps)  # sets have no order
     middle = sorted(found.keys() - {*_FIRST, *_LAST})
     keys = [key for key in (*_FIRST, *middle, *_LAST) if key in found]
     return {key: _ordered_value(key, found[key], close) for key in keys}
+
+
+def _is_set(schema: Schema) -> bool:
+    """Whether it is a set, or a union with one."""
+    return any(
+        isinstance(one, Mapping) and bool(one.get("uniqueItems"))
+        for one in (schema, *branches(schema))
+    )
 
 
 def _is_dropped(key: str, value: object) -> bool:

@@ -14,7 +14,7 @@ from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError, SchemaError, to_json
 
-from .argument_problems import problems_in
+from .argument_problems import preview, problems_in
 from .coercion import coerce
 from .docstrings import Documentation
 from .errors import InvalidTool, ModelRetry
@@ -99,7 +99,7 @@ def as_object(tool: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
         except ValueError as error:
             raise invalid_arguments(tool, f"- they are no JSON object: {error}") from error
     if not isinstance(value, Mapping):
-        raise invalid_arguments(tool, f"- they are no JSON object but {json.dumps(value)[:80]}")
+        raise invalid_arguments(tool, f"- they are no JSON object but {preview(value)}")
     return {key: thawed(inner) for key, inner in value.items()}
 
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, cast, ov
 from .argument_problems import preview
 from .coercion import coerce
 from .docstrings import read_docstring
-from .errors import InvalidTool
+from .errors import InvalidEdit, InvalidTool
 from .json_schema import ordered
 from .json_values import frozen, plain
 from .tool_results import ResultLimit
@@ -116,7 +116,12 @@ class Tool(Generic[P, R]):
         """A tool whose schema comes from elsewhere. `function` gets the arguments as one dict:
         coerced, known at the top level and complete there; deeper faults are its own to find."""
         chosen = _checked_options(settings)
-        schema = ordered(plain(parameters))
+        try:
+            schema = ordered(plain(parameters))
+        except InvalidEdit as error:
+            raise InvalidTool(
+                f"the parameters of tool {name!r} are no JSON schema", value=error.value
+            ) from error
         if schema.get("type", "object") != "object":
             raise InvalidTool(
                 f"the parameters of tool {name!r} are no object", value=schema.get("type")
@@ -225,7 +230,9 @@ def _is_method(function: Callable[..., Any]) -> bool:
     scope = function.__qualname__.rpartition(".")[0]
     first = next(iter(inspect.signature(function).parameters.values()), None)
     is_inside = bool(scope) and not scope.endswith("<locals>")
-    return is_inside and first is not None and first.annotation is inspect.Parameter.empty
+    if not is_inside or first is None:
+        return False
+    return first.name == "self" or first.annotation is inspect.Parameter.empty
 
 
 def _checked_name(name: object, function: object = None) -> str:

@@ -444,6 +444,7 @@ from freetoken_agent import tool
 def f(
     a: set[str] = {"x", "y", "z", "w"},
     b: frozenset[Literal["p", "q"]] = frozenset({"q", "p"}),
+    c: set[str] | None = {"x", "y", "z", "w"},
 ) -> None: ...
 
 print(json.dumps(f.schema))

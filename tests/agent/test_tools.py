@@ -120,6 +120,10 @@ class Counter:
         return self.count
 
     @tool
+    def typed(self: "Counter", by: int) -> int:
+        return self.count * by
+
+    @tool
     def with_context(self, context: RunContext[str], by: int) -> str:
         return f"{context.deps} {self.count + by}"
 
@@ -153,6 +157,7 @@ async def test_a_method_is_a_tool_of_its_instance() -> None:
     assert (await call_tool(two.step, {"by": 5})).text == "15"
     assert (one.count, two.count) == (2, 15)
     assert (one.step.retries, one.step.name) == (3, "step")
+    assert set(one.typed.parameters["properties"]) == {"by"}
     assert Counter.step.is_method and not one.step.is_method
 
 
@@ -340,9 +345,11 @@ def test_a_tool_of_a_schema_is_one_dict() -> None:
 
 
 def test_a_schema_that_is_no_object_is_refused() -> None:
-    """Arguments are named."""
+    """Arguments are named; and what JSON does not have is no schema."""
     with pytest.raises(InvalidTool, match="no object; got 'array'"):
         Tool.from_schema("wrong", {"type": "array"}, dict)
+    with pytest.raises(InvalidTool, match="no JSON schema"):
+        Tool.from_schema("wrong", {"default": {1, 2}}, dict)
 
 
 def test_as_tool_takes_tools_and_functions() -> None:
