@@ -21,6 +21,7 @@ from freetoken_runtime.bench.machine import Machine, read_machine
 from freetoken_runtime.bench.timing import Figure, OnTurn, Target
 
 from .bench_elastic import ELASTIC_MODEL, elastic_measures
+from .bench_experts import EXPERTS_MODEL, experts_measures
 from .bench_load import Form, LoadChoice, Shape, load_measures
 from .bench_offload import OffloadSettings, Part, offload_measures
 from .bench_sessions import SessionSettings, measure_edit, measure_fork, measure_load
@@ -141,6 +142,19 @@ def bench_fork(
     """A fork with its commit; it must copy no state."""
     settings = SessionSettings(model, tokens, forks=rounds, threads=threads)
     _run(_forks(settings), model, threads, strict)
+
+
+@app.command("experts")
+@command
+def bench_experts(
+    folder: Annotated[Path | None, typer.Option("--folder", help="Keeps the models.")] = None,
+    rounds: Rounds = 3,
+    threads: Threads = None,
+    strict: Strict = False,
+    json: Json = False,
+) -> None:
+    """A mixture in memory, in every form, against transformers bf16, and beside a busy process."""
+    _run(experts_measures(folder, rounds, threads), EXPERTS_MODEL, threads, strict)
 
 
 @app.command("elastic")
