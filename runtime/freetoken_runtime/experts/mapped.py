@@ -34,6 +34,9 @@ class DirectExperts(MappedExperts):
         super().__init__(form, source, at, disk)
         self._seen: dict[int, Expert] = {}
 
+    def seen(self, expert: int) -> bool:
+        return expert in self._seen
+
     def in_place(self, expert: int) -> Expert:
         seen = self._seen.get(expert)
         if seen is None:

@@ -24,6 +24,7 @@ from .scratch import Conversion
 from .slots import Slot, SlotPool
 from .step import Step
 from .supply import FETCH_THREADS, StoreLayer, Supply
+from .tiers import DirectTier
 from .waiting import Lease
 
 
@@ -90,6 +91,7 @@ class Turn:
         self._begun_s = time.perf_counter()
         self._fetched_s: list[float] = []  # after the begin; written by fetching threads
         self._missing: deque[Demand] = deque()
+        self._unseen: deque[tuple[Future[None], Demand]] = deque()
         self._in_place: deque[Demand] = deque()
         self._find(wanted)
 
@@ -98,7 +100,7 @@ class Turn:
         if self._plan.step is not None:
             self._plan.step.wants(wanted)
         if self._direct is not None:
-            self._in_place.extend(wanted)
+            self._find_in_place(self._direct, wanted)
             return
         going, pool = self._going, self._layer.pool
         going.wanted[pool] = going.wanted.get(pool, 0) + len(wanted)
@@ -120,6 +122,14 @@ class Turn:
         )
         self._place(missing)
 
+    def _find_in_place(self, direct: DirectTier, wanted: Sequence[Demand]) -> None:
+        for demand in wanted:
+            if direct.seen(demand.expert):
+                self._in_place.append(demand)
+            else:
+                seeing = self._supply.begin_to_see(direct, demand.expert)
+                self._unseen.append((seeing, demand))
+
     def _place(self, missing: Sequence[Demand]) -> None:
         placement = self._plan.placement
         if placement is None or not missing or not self._layer.tier.near:
@@ -130,7 +140,7 @@ class Turn:
         self._in_place.extend(missing[index] for index in split.computed)
 
     def serve(self) -> Iterator[Served]:
-        while self._at_hand or self._arriving or self._missing or self._in_place:
+        while self._goes_on:
             seen = self._supply.changes.count
             self._fetch()
             served = self._next()
@@ -140,6 +150,11 @@ class Turn:
                 self._wait(seen)
             else:
                 yield served
+
+    @property
+    def _goes_on(self) -> bool:
+        at_hand = bool(self._at_hand or self._in_place)
+        return at_hand or bool(self._arriving or self._unseen or self._missing)
 
     def leave(self) -> None:
         """Nothing more is handed out."""
@@ -202,6 +217,10 @@ class Turn:
             if self._supply.filled(self._layer.pool, slot):
                 del self._arriving[index]
                 return self._served(slot, lease)
+        while self._unseen and self._unseen[0][0].done():
+            seeing, demand = self._unseen.popleft()
+            seeing.result()
+            self._in_place.append(demand)
         return self._computed_in_place()
 
     def _served(self, slot: Slot, lease: Lease) -> Served:
@@ -231,7 +250,7 @@ class Turn:
         return served
 
     def _wait(self, seen: int) -> None:
-        if self._arriving:
+        if self._arriving or self._unseen:
             what = "an expert did not arrive from the disk"
             remedy = "check the disk; the request can be repeated"
         else:

@@ -55,6 +55,16 @@ class Supply:
         filling.add_done_callback(self.changes.tell)
         return filling
 
+    def begin_to_see(self, tier: DirectTier, expert: int) -> Future[None]:
+        """Begin to verify what lies in place."""
+
+        def see() -> None:
+            tier.in_place(expert)
+
+        seeing = self.fetcher.submit(see)
+        seeing.add_done_callback(self.changes.tell)
+        return seeing
+
     def filled(self, pool: SlotPool, slot: Slot) -> bool:
         """Whether a slot can be used. What failed leaves it to others, and is raised."""
         if slot.filling is None:

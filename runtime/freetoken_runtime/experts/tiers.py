@@ -57,6 +57,9 @@ class Tier(Protocol):
 class DirectTier(Tier, Protocol):
     """Experts in memory as they compute: a slot would be a copy."""
 
+    def seen(self, expert: int) -> bool:
+        """Whether `in_place` returns at once; else it may have to read what it verifies."""
+
     def in_place(self, expert: int) -> Expert:
         """What computes with an expert's bytes where they lie. Raises as `load` does."""
 
