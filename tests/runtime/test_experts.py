@@ -2,21 +2,17 @@
 """Experts in slots compute what experts in memory compute, bit for bit, wherever they come from.
 The oracle of every test is the same model with all weights in memory, unless it names another."""
 
-import random
-import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from freetoken_runtime.batch import Form
 from freetoken_runtime.conversion import convert
 from freetoken_runtime.errors import InvalidConfig
-from freetoken_runtime.experts.prefetch import Prefetch
+from freetoken_runtime.expert_cases import ALONE, EXPERTS, FOUR, TOP_K, build_half, outputs, same
 from freetoken_runtime.experts.slots import Slot
 from freetoken_runtime.experts.store import ExpertStore
 from freetoken_runtime.experts.tiers import Tier
@@ -25,14 +21,12 @@ from freetoken_runtime.layers.expert import Demand
 from freetoken_runtime.models.registry import FAMILIES
 from freetoken_runtime.reports import Offload
 from freetoken_runtime.specs.moe import MoeSpec
-from freetoken_runtime.testing import ListState, batch_of, build_checkpoint
+from freetoken_runtime.testing import build_checkpoint
 from freetoken_runtime.weight_source import Quant
-from freetoken_runtime.weights import Dtype, LoadedModel, load, open_source
-from freetoken_storage.weights import FtwAltered
+from freetoken_runtime.weights import LoadedModel, load, open_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOP_K, EXPERTS = 2, 12
 SLOTS = (TOP_K, 2 * TOP_K, EXPERTS // 2, EXPERTS)
 MIXTURES = [
     family
@@ -40,28 +34,14 @@ MIXTURES = [
     if family in FAMILY_CONFIGS
     and any("experts" in x or x == "moe_k" for x in FAMILY_CONFIGS[family])
 ]
-Step = tuple[Sequence[int], Sequence[Form]]  # rows of each sequence, and the form of each
-# One sequence: a long prompt, a short one, decoding. Four: all of it beside each other.
-ALONE: list[Step] = [([70], [Form.MANY]), ([1], [Form.FEW]), ([5], [Form.FEW]), ([1], [Form.FEW])]
-FOUR: list[Step] = [
-    ([40, 33, 1, 6], [Form.MANY, Form.MANY, Form.FEW, Form.FEW]),
-    ([1, 1, 1, 1], [Form.FEW] * 4),
-    ([20, 1, 1, 3], [Form.MANY, Form.FEW, Form.FEW, Form.FEW]),
-]
 Folders = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """A small model of a family in bf16, so that what a file holds differs from what computes."""
-
     @cache
     def build(family: str) -> Path:
-        path = tmp_path_factory.mktemp(family)
-        build_checkpoint(path, family)
-        for file in path.glob("*.safetensors"):
-            save_file({name: x.bfloat16() for name, x in load_file(file).items()}, file)
-        return path
+        return build_half(tmp_path_factory.mktemp(family), family)
 
     return build
 
@@ -74,25 +54,6 @@ def in_slots(
     counts = [len(pool) for pool in model.experts._pools.values()]
     model.experts.resize(counts, poison=True)
     return model
-
-
-def outputs(model: LoadedModel, steps: Sequence[Step], seed: int = 0) -> list[torch.Tensor]:
-    """Final hidden rows and logits of passes that follow each other."""
-    generator = torch.Generator().manual_seed(seed)
-    states = [ListState(model.spec.states()) for _ in steps[0][0]]
-    found = []
-    for rows, forms in steps:
-        ids = [torch.randint(3, 211, (n,), generator=generator).tolist() for n in rows]
-        batch = batch_of(list(zip(states, ids, strict=True)), forms)
-        hidden = model.decoder.forward(batch, torch.arange(len(batch.ids)))
-        found += [hidden, model.decoder.logits(hidden[-1:])]
-        for state, new in zip(states, ids, strict=True):
-            state.commit(new)
-    return found
-
-
-def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 class Loads:
@@ -175,44 +136,6 @@ def test_quantised_experts_from_files_and_from_records(
             model = in_slots(path, "disk", slots, quant)
             assert same(outputs(model, FOUR), expected), (path.name, slots)
             model.experts.close()
-
-
-@pytest.mark.parametrize("quant", [None, "int8", "int4"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_m16_mapped_records_give_the_same_bits(
-    folder: Folders, tmp_path: Path, family: str, quant: Quant | None
-) -> None:
-    """Converted weights in RAM: from where they lie if that is as they compute, which takes neither
-    slots nor a fetch; else through slots, or a scratch."""
-    original = folder(family)
-    convert(original, tmp_path / "records", quant=quant)
-    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
-    for dtype in dtypes:
-        expected = outputs(load(original, quant=quant, dtype=dtype), FOUR)
-        model = load(tmp_path / "records", offload="ram", dtype=dtype)
-        model.experts.resize([2 for _ in model.experts.demands()], poison=True)
-        assert same(outputs(model, FOUR), expected), dtype
-        # Biases are bf16 in the file; beside integers they compute in fp32.
-        direct = dtype == "bfloat16" if quant is None else family != "gpt_oss"
-        counts = model.experts.counts
-        assert (counts.slots, counts.read_bytes) == (0 if direct else 2, 0)
-        assert (counts.fetched == 0 and counts.in_place > 0) == direct
-        assert not any("stay in memory" in note for note in model.notes)
-        assert model.experts.fixed_bytes == 0 or not direct
-
-
-def test_a_mapped_record_is_verified_when_it_is_first_used(folder: Folders, tmp_path: Path) -> None:
-    """Oracle: the checksum's error. What is altered after the folder was opened never computes."""
-    convert(folder("mixtral"), tmp_path / "records", quant="int8")
-    model = load(tmp_path / "records", offload="ram")
-    (shard,) = (tmp_path / "records").glob("records-*.ftw")
-    content = bytearray(shard.read_bytes())
-    for byte in range(100, len(content), 4096):
-        content[byte] ^= 4
-    with shard.open("r+b") as stream:
-        stream.write(content)
-    with pytest.raises(FtwAltered, match=r"experts\.\d+.*fails its checksum"):
-        outputs(model, ALONE)
 
 
 def test_m15_poison_in_free_slots_does_not_leak(folder: Folders) -> None:
@@ -323,73 +246,6 @@ def test_a_long_pass_leaves_alone_what_decoding_uses(folder: Folders, slots: int
     outputs(model, [([1], [Form.FEW])])
     after = model.experts.counts
     assert after.hits - before.hits >= TOP_K * 4 - 3
-
-
-class Guessing(Prefetch):
-    """In every short pass, whatever it brings; right or, if `wild`, at random."""
-
-    def __init__(self, model: LoadedModel, *, wild: bool = False) -> None:
-        super().__init__(model.experts._supply)
-        self._random = random.Random(1) if wild else None
-
-    def begin_step(self, rows: int) -> None:
-        super().begin_step(rows)
-        self._on = True
-
-    def active(self, rows: int) -> bool:
-        return True
-
-    def likely(self, layer: int, experts: Sequence[int]) -> None:
-        if self._random is not None:
-            experts = self._random.sample(range(EXPERTS), 4)
-        super().likely(layer, experts)
-
-
-@pytest.mark.parametrize("slots", [2, 5, 12, 20, 48])
-def test_m16_guesses_change_no_bit(folder: Folders, slots: int) -> None:
-    """By the next router and at random, with any number of slots, beside each other and alone."""
-    path = folder("mixtral")
-    steps: list[Step] = [([1], [Form.FEW])] * 12
-    together: list[Step] = [([1] * 4, [Form.FEW] * 4)] * 3
-    expected = [outputs(load(path), few) for few in (steps, together, ALONE)]
-    for wild in (False, True):
-        model = in_slots(path, "disk", slots)
-        model.experts.prefetch = Guessing(model, wild=wild)
-        for few, theirs in zip((steps, together, ALONE), expected, strict=True):
-            assert same(outputs(model, few), theirs)
-        counts = model.experts.counts
-        assert 0 <= counts.prefetched_used <= counts.prefetched <= counts.fetched + slots
-        assert counts.prefetched > 0 or slots == TOP_K
-        model.experts.close()
-
-
-def test_guesses_are_those_of_the_next_router(folder: Folders, tmp_path: Path) -> None:
-    """Oracle: a model whose layers add nothing: each router sees what the one before it saw, so
-    that every guess is right. From then on no layer but the first waits for a miss."""
-    path = tmp_path / "still"
-    shutil.copytree(folder("mixtral"), path)
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in tensors:
-            if name.endswith(("o_proj.weight", "w2.weight", "down_proj", "down_proj.weight")):
-                tensors[name] = torch.zeros_like(tensors[name])
-        save_file(tensors, file)
-    model = in_slots(path, "disk", 8)
-    model.experts.prefetch = Guessing(model)
-    found = outputs(model, [([1], [Form.FEW])] * 20)
-    assert same(found, outputs(load(path), [([1], [Form.FEW])] * 20))
-    counts = model.experts.counts
-    assert counts.prefetched > 20 and counts.prefetch_precision == 1.0
-    assert counts.misses <= TOP_K * 20 and counts.hits >= TOP_K * 20 * 3
-    assert counts.prefetch_saved_s > 0.0
-
-
-def test_streaming_passes_make_no_guesses(folder: Folders) -> None:
-    """Oracle: the count of guesses. A long pass fetches whole layers ahead already."""
-    model = in_slots(folder("mixtral"), "disk", 30)
-    model.experts.prefetch = Guessing(model)
-    outputs(model, [([256], [Form.MANY])])
-    assert model.experts.counts.prefetched == 0
 
 
 def test_levels_that_have_nothing_to_do_say_so(folder: Folders, tmp_path: Path) -> None:
