@@ -103,6 +103,7 @@ class Sampler:
         self._seed = secrets.randbits(63) if params.seed is None else params.seed
         self._force = list(reversed(params.force or ()))
         self._constraint = params.constraint.copy() if params.constraint is not None else None
+        self._ahead: list[int] | None = None  # what the constraint forces; None: not asked yet
         self._seen: torch.Tensor | None = None  # distinct ids of the path
         if params.repetition_penalty != 1.0:
             self._seen = torch.tensor(sorted(set(path)), dtype=torch.int64)
@@ -122,6 +123,7 @@ class Sampler:
         self._position += 1
         if self._constraint is not None:
             self._constraint.accept(token_id)
+            self._ahead = self._ahead[1:] or None if self._ahead else None
         if self._seen is not None and not (self._seen == token_id).any():
             self._seen = torch.cat((self._seen, torch.tensor([token_id])))
         if self._counts is not None:
@@ -130,6 +132,20 @@ class Sampler:
 
     def is_stop(self, token_id: int) -> bool:
         return token_id in self.params.stop_ids
+
+    def certain(self, limit: int) -> list[int]:
+        """The next ids that the constraint leaves no choice about: at most `limit`, and none that
+        ends the request."""
+        ids = [] if self._force else self._forced()
+        ends = (i for i, token_id in enumerate(ids) if self.is_stop(token_id))
+        return list(ids[: min(limit, next(ends, len(ids)))])
+
+    def _forced(self) -> list[int]:
+        if self._constraint is None:
+            return []
+        if self._ahead is None:
+            self._ahead = list(self._constraint.forced())
+        return self._ahead
 
     def _choose(self, logits: torch.Tensor) -> int:
         if self._force:
@@ -147,7 +163,7 @@ class Sampler:
     def _constrained(self, logits: torch.Tensor) -> torch.Tensor:
         if self._constraint is None:
             return logits
-        forced = self._constraint.forced()
+        forced = self._forced()
         scores = logits.clone()
         if forced:
             kept = scores[forced[0]].clone()

@@ -44,7 +44,8 @@ class Moment:
 
 @dataclass(eq=False)
 class Task:
-    """A request with its state. `hidden` is the row of the sequence's last position, [1, H]."""
+    """A request with its state. `hidden` is the row of the sequence's last position, [1, H]; `rows`
+    are those that tokens are to be sampled from, [n, H], the last one the same."""
 
     request: Request
     stream: Handover
@@ -52,6 +53,7 @@ class Task:
     resident: Resident | None = None
     sampler: Sampler | None = None
     hidden: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     reused: int = 0
     prefilled: int = 0

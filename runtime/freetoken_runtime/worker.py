@@ -16,6 +16,7 @@ import torch
 from freetoken_storage.errors import FreetokenError
 
 from .errors import BudgetTooSmall, EngineFault
+from .generation import HANDOVER_TOKENS
 from .reports import FinishReason, PathMiss
 from .runner import Runner, Work
 from .sampler import Sampler
@@ -127,7 +128,7 @@ class Worker:
                     task.miss = self._keeper.why(request.ids, acquired)
                     task.changed = _difference(planned.reused_tokens, acquired.reused, task.miss)
                 if acquired.row is not None:
-                    task.hidden = acquired.row.unsqueeze(0)
+                    task.hidden = task.rows = acquired.row.unsqueeze(0)
         if task.resident is None:
             if self._tasks:
                 return False
@@ -147,6 +148,15 @@ class Worker:
 
     # -- a pass
 
+    def _certain(self, task: Task) -> list[int]:
+        """What will be sampled after the last token in any case: it is forwarded with it, in the
+        form of few rows."""
+        sampling, sampler = task.request.sampling, task.sampler
+        assert sampling is not None and sampler is not None
+        length = len(task.request.ids) + len(task.output)
+        room = min(sampling.max_tokens - len(task.output), self._context_limit - length + 1)
+        return sampler.certain(min(self._runner.few_rows, HANDOVER_TOKENS, room) - 1)
+
     def _work(self, task: Task, rows: int) -> Work:
         """The next rows of a task and those whose hidden row is wanted: anchors and the last."""
         sequence = task.running.sequence
@@ -154,7 +164,8 @@ class Worker:
         if sequence.replay:
             return Work(sequence, sequence.ids[start - sequence.replay :], (), replay=True)
         if not task.missing:
-            return Work(sequence, as_ids(task.output[-1:]), (0,))
+            sampled = as_ids([*task.output[-1:], *self._certain(task)])
+            return Work(sequence, sampled, tuple(range(len(sampled))))
         ids: Ids = task.request.ids[start : start + rows]
         wanted = {p - start - 1 for p in task.request.anchors if start < p <= start + rows}
         return Work(sequence, ids, tuple(sorted(wanted | {rows - 1})))
@@ -194,7 +205,7 @@ class Worker:
         """Take the rows of a pass into account; whether the task samples next."""
         request, resident = task.request, task.running
         if not work.replay:
-            task.hidden = hidden[-1:]
+            task.hidden = task.rows = hidden[-1:]
         if task.missing:
             start = work.sequence.length - len(work.ids)
             task.prefilled += len(work.ids)
@@ -208,14 +219,16 @@ class Worker:
                 return False
             self._prompt_done(task, sample=False)
             return task in self._tasks
-        length = work.sequence.length
-        if int(work.ids[-1]) in request.anchor_after:
-            self._keeper.capture(resident, length, hidden[-1])
-        elif self._anchor_interval is not None and length % self._anchor_interval == 0:
-            self._keeper.capture(resident, length, hidden[-1], Rank.INTERIOR)
-        if request.anchor_before:
-            fixed = work.sequence.fixed_at(length)
-            task.recent.append(Moment(length, hidden[-1], fixed))
+        task.rows = hidden
+        start = work.sequence.length - len(work.ids)
+        for position, (token_id, row) in enumerate(zip(work.ids, hidden, strict=True), start + 1):
+            if int(token_id) in request.anchor_after:
+                self._keeper.capture(resident, position, row)
+            elif self._anchor_interval is not None and position % self._anchor_interval == 0:
+                self._keeper.capture(resident, position, row, Rank.INTERIOR)
+            if request.anchor_before:
+                fixed = work.sequence.fixed_at(position)
+                task.recent.append(Moment(position, row, fixed))
         return True
 
     def _prompt_done(self, task: Task, *, sample: bool = True) -> None:
@@ -237,14 +250,16 @@ class Worker:
             self._sample([task])
 
     def _sample(self, tasks: SequenceOf[Task]) -> None:
-        """One token for each task. A row's logits do not depend on the rows beside it."""
+        """A token for each row of each task: all but its last row were forwarded because the token
+        was certain. A row's logits do not depend on the rows beside it."""
         if not tasks:
             return
-        hidden = torch.cat([task.hidden for task in tasks if task.hidden is not None])
-        logits = self._runner.logits(hidden)
-        for task, row in zip(tasks, logits, strict=True):
+        rows = [task.rows for task in tasks if task.rows is not None]
+        logits = self._runner.logits(torch.cat(rows))
+        for task, of_task in zip(tasks, torch.split(logits, [len(r) for r in rows]), strict=True):
             try:
-                self._take_token(task, row)
+                for row in of_task:
+                    self._take_token(task, row)
             except BaseException as error:  # noqa: BLE001 - the thread's edge: it must survive
                 self._fail(task, error)
 
