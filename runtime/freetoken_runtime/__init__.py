@@ -4,6 +4,7 @@
 Names are loaded when they are first used: importing the package imports no torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from .reports import EngineStats, Finding, PathMiss, ReusePlan, Token, Usage, Verification
     from .sampler import SamplingParams, TokenConstraint
     from .state.digest import Fingerprint
+
+# oneDNN keeps a compiled GEMM for each number of rows it has met, 1,024 of them and half a MB each:
+# a mixture's groups of rows fill that, and no budget counts it. Read at the first GEMM.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 __all__ = [
     "Engine",
