@@ -29,6 +29,18 @@ _SCHEMAS = (
     "else",
     "contains",
 )
+_FORMATS = (
+    "date-time",
+    "date",
+    "time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "uuid",
+)
 _DROPPED = ("title", "discriminator")  # said by the names; said by the constants of the branches
 _MAX_WORDS = 240
 _BOUNDS = {
@@ -62,9 +74,9 @@ class _Generator(GenerateJsonSchema):
 
 
 def schema_of(adapter: TypeAdapter[Any]) -> dict[str, Any]:
-    """The schema of what a type accepts, in our order. Objects whose further keys would be ignored
-    are closed. pydantic's PydanticUserError where JSON has no such type."""
-    return ordered(inlined(adapter.json_schema(schema_generator=_Generator)), close=True)
+    """The schema of what a type accepts, in our order. pydantic's PydanticUserError where JSON has
+    no such type."""
+    return ordered(inlined(adapter.json_schema(schema_generator=_Generator)), generated=True)
 
 
 def inlined(schema: Schema) -> dict[str, Any]:
@@ -123,17 +135,22 @@ def _reaches(schema: Schema, name: str, definitions: Mapping[str, Schema]) -> bo
     return False
 
 
-def ordered(schema: Schema, *, close: bool = False) -> dict[str, Any]:
-    """The same schema with its keys in one order, without titles. `close`: an object that says
-    nothing of further keys allows none."""
+def ordered(schema: Schema, *, generated: bool = False) -> dict[str, Any]:
+    """The same schema with its keys in one order, without titles. `generated`: pydantic made it, so
+    what it says but does not check goes (a set takes repeated items, `path` is any text), and
+    objects are closed whose further keys it would ignore."""
     found = {key: value for key, value in schema.items() if not _is_dropped(key, value)}
-    if close and "properties" in found:
-        found.setdefault("additionalProperties", False)
     if isinstance(found.get("default"), list) and _is_set(found):
         found["default"] = sorted(found["default"], key=json.dumps)  # sets have no order
+    if generated:
+        found.pop("uniqueItems", None)
+        if found.get("format") not in _FORMATS:
+            found.pop("format", None)
+        if "properties" in found:
+            found.setdefault("additionalProperties", False)
     middle = sorted(found.keys() - {*_FIRST, *_LAST})
     keys = [key for key in (*_FIRST, *middle, *_LAST) if key in found]
-    return {key: _ordered_value(key, found[key], close) for key in keys}
+    return {key: _ordered_value(key, found[key], generated) for key in keys}
 
 
 def _is_set(schema: Schema) -> bool:
@@ -148,17 +165,19 @@ def _is_dropped(key: str, value: object) -> bool:
     return key in _DROPPED and isinstance(value, str | Mapping)
 
 
-def _ordered_value(key: str, value: Any, close: bool) -> Any:
+def _ordered_value(key: str, value: Any, generated: bool) -> Any:
     if key in _MAPS and isinstance(value, Mapping):
         names = sorted(value) if key == "$defs" else value
-        return {name: _inner(value[name], close) for name in names}
+        return {name: _inner(value[name], generated) for name in names}
     if key in _LISTS and isinstance(value, Sequence):
-        return [_inner(schema, close) for schema in value]
-    return _inner(value, close) if key in _SCHEMAS else value
+        return [_inner(schema, generated) for schema in value]
+    return _inner(value, generated) if key in _SCHEMAS else value
 
 
-def _inner(schema: Any, close: bool) -> Any:
-    return ordered(schema, close=close) if isinstance(schema, Mapping) else schema  # true, false
+def _inner(schema: Any, generated: bool) -> Any:
+    return (
+        ordered(schema, generated=generated) if isinstance(schema, Mapping) else schema
+    )  # true, false
 
 
 def resolved(schema: Any, root: Schema) -> Schema:

@@ -261,6 +261,8 @@ def _shown_default(parameter: _Parameter) -> dict[str, Any]:
         shown = json.loads(to_json(default))
     except (ValidationError, PydanticSerializationError):
         return {}
+    if isinstance(default, set | frozenset):
+        shown = sorted(shown, key=json.dumps)  # not in the order of this process
     return {"default": shown} if is_plain(shown) else {}
 
 

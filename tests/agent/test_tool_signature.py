@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from freetoken_agent import InvalidTool, RunContext, Tool, tool
+from freetoken_agent.constraint import check_schema
 from freetoken_agent.docstrings import read_docstring
 from freetoken_agent.tool_testing import call_tool
 
@@ -273,7 +274,8 @@ TYPES: list[tuple[Any, Any, Any]] = [
     (list[Place], [{"lat": 0}], [Place(lat=0)]),
     (dict[str, list[int]], {"a": [1]}, {"a": [1]}),
     (tuple[int, str], [1, "a"], (1, "a")),
-    (set[int], [1, 2], {1, 2}),
+    (set[int], [1, 2, 2], {1, 2}),
+    (bytes, "raw", b"raw"),
     (Sequence[str], ["a"], ["a"]),
     (pathlib.Path, "a/b", pathlib.Path("a/b")),
     (uuid.UUID, str(uuid.UUID(int=7)), uuid.UUID(int=7)),
@@ -287,7 +289,7 @@ TYPES: list[tuple[Any, Any, Any]] = [
 @pytest.mark.parametrize(("hint", "written", "expected"), TYPES, ids=lambda value: str(value)[:40])
 async def test_types_become_schemas_and_values(hint: Any, written: Any, expected: Any) -> None:
     """Oracles: jsonschema, for the schema itself and for the written value under it; the type's own
-    equality for what arrives."""
+    equality for what arrives. A grammar can enforce each of them."""
     got: list[Any] = []
 
     def receive(it: Any) -> None:
@@ -298,6 +300,7 @@ async def test_types_become_schemas_and_values(hint: Any, written: Any, expected
     schema = json.loads(json.dumps(made.parameters))
     Draft202012Validator.check_schema(schema)
     Draft202012Validator(schema).validate({"it": written})
+    check_schema(schema)
     assert (await call_tool(made, {"it": written})).status == "ok"
     assert got == [expected]
     assert type(got[0]) is type(expected)
@@ -438,13 +441,19 @@ async def test_positional_parameters_are_named_by_the_model() -> None:
 PROGRAM = """
 import json
 from typing import Literal
+from pydantic import BaseModel
 from freetoken_agent import tool
+
+class Tags(BaseModel):
+    own: set[str] = {"x", "y", "z", "w"}
+    more: set[str] | None = {"x", "y", "z", "w"}
 
 @tool
 def f(
     a: set[str] = {"x", "y", "z", "w"},
     b: frozenset[Literal["p", "q"]] = frozenset({"q", "p"}),
     c: set[str] | None = {"x", "y", "z", "w"},
+    d: Tags | None = None,
 ) -> None: ...
 
 print(json.dumps(f.schema))
