@@ -140,8 +140,6 @@ def ordered(schema: Schema, *, generated: bool = False) -> dict[str, Any]:
     what it says but does not check goes (a set takes repeated items, `path` is any text), and
     objects are closed whose further keys it would ignore."""
     found = {key: value for key, value in schema.items() if not _is_dropped(key, value)}
-    if isinstance(found.get("default"), list) and _is_set(found):
-        found["default"] = sorted(found["default"], key=json.dumps)  # sets have no order
     if generated:
         found.pop("uniqueItems", None)
         if found.get("format") not in _FORMATS:
@@ -151,14 +149,6 @@ def ordered(schema: Schema, *, generated: bool = False) -> dict[str, Any]:
     middle = sorted(found.keys() - {*_FIRST, *_LAST})
     keys = [key for key in (*_FIRST, *middle, *_LAST) if key in found]
     return {key: _ordered_value(key, found[key], generated) for key in keys}
-
-
-def _is_set(schema: Schema) -> bool:
-    """Whether it is a set, or a union with one."""
-    return any(
-        isinstance(one, Mapping) and bool(one.get("uniqueItems"))
-        for one in (schema, *branches(schema))
-    )
 
 
 def _is_dropped(key: str, value: object) -> bool:
