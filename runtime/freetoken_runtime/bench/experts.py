@@ -74,6 +74,7 @@ class ExpertsSettings:
     prompts: Mapping[int, float] = field(default_factory=lambda: {512: 1.1, 2000: 1.5})
     tokens: int = 32
     rounds: int = 3
+    forms: Sequence[tuple[Quant, Prefill]] = FORMS
     threads: int | None = None
     prefill_chunk: int = 512
 
@@ -110,7 +111,7 @@ def measure(
     checkpoint = apart(lambda: prepare(folder, config))
     builders: dict[str, Builder] = {
         _name(quant, prefill): partial(_ours, folder, quant, prefill, settings)
-        for quant, prefill in FORMS
+        for quant, prefill in settings.forms
     }
     if available():
         builders[BASELINE] = partial(_theirs, checkpoint, settings)
