@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converted weights whose experts stay in the page cache. The oracle of every test is the same
-model with all weights in memory, unless it names another."""
+"""Experts in memory that are computed where they lie: in the page cache, or in another form than
+computes. The oracle of every test is the same model with all weights in memory, unless it names
+another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,25 @@ import torch
 from safetensors.torch import load_file
 
 from freetoken_runtime import Engine, EngineConfig
+from freetoken_runtime.batch import Form
 from freetoken_runtime.conversion import convert
 from freetoken_runtime.errors import BudgetTooSmall, WeightsTimeout
-from freetoken_runtime.expert_cases import ALONE, FOUR, build_half, outputs, same
+from freetoken_runtime.expert_cases import (
+    ALONE,
+    EXPERTS,
+    FOUR,
+    TOP_K,
+    Step,
+    build_half,
+    outputs,
+    same,
+)
 from freetoken_runtime.experts.mapped import DirectExperts
+from freetoken_runtime.experts.placement import PlacementPolicy, Split
+from freetoken_runtime.experts.rates import ExpertRates
+from freetoken_runtime.reports import ExpertStats
 from freetoken_runtime.weight_source import Quant
-from freetoken_runtime.weights import Dtype, load
+from freetoken_runtime.weights import Dtype, LoadedModel, load
 from freetoken_storage.weights import FtwAltered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,6 +70,77 @@ def test_m16_mapped_records_give_the_same_bits(
         assert (counts.fetched == 0 and counts.in_place > 0) == direct
         assert not any("stay in memory" in note for note in model.notes)
         assert model.experts.fixed_bytes == 0 or not direct
+
+
+class Halves(PlacementPolicy):
+    """Computes every other missing expert in place. `told`: what it heard of times, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(ExpertRates())
+        self.told: list[tuple[str, int, float]] = []
+
+    def split(self, rows: Sequence[int], size_bytes: int) -> Split:
+        every = range(len(rows))
+        return Split(tuple(every[::2]), tuple(every[1::2]), 1.0, 1.0)
+
+    def fetched(self, experts: int, size_bytes: int, seconds: float) -> None:
+        self.told.append(("fetched", experts, seconds))
+        super().fetched(experts, size_bytes, seconds)
+
+    def computed(self, rows: Sequence[int], size_bytes: int, seconds: float) -> None:
+        self.told.append(("computed", len(rows), seconds))
+        super().computed(rows, size_bytes, seconds)
+
+    def end_step(self, seconds: float, pairs: int) -> None:
+        self.told.append(("step", pairs, seconds))
+        super().end_step(seconds, pairs)
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next"])
+def test_m16_split_layers_give_the_same_bits(
+    folder: Folders, tmp_path: Path, family: str, helpers: int
+) -> None:
+    """Half of what is missing fetched, half converted into scratches by who computes: from RAM and
+    from mapped records, alone and with threads that help, with NaN wherever nothing was written."""
+    convert(folder(family), tmp_path / "records")
+    short: list[Step] = [([3], [Form.FEW]), ([1], [Form.FEW]), ([6], [Form.FEW]), ([1], [Form.FEW])]
+    together: list[Step] = [([1] * 4, [Form.FEW] * 4)] * 3
+    expected = [outputs(load(folder(family)), steps) for steps in (short, together)]
+    for path in (folder(family), tmp_path / "records"):
+        for slots in (TOP_K, 5, EXPERTS):
+            model = load(path, offload="ram")
+            model.experts.resize([slots], poison=True)
+            model.experts.placement = Halves()
+            for mixture in model.decoder.mixtures:
+                mixture.workers.helpers = helpers
+            for steps, theirs in zip((short, together), expected, strict=True):
+                assert same(outputs(model, steps), theirs), (path.name, slots)
+            found = counts(model)
+            assert found.in_place > 0 and found.fetched > 0
+            assert found.in_place + found.fetched == found.misses
+            for mixture in model.decoder.mixtures:
+                mixture.workers.close()
+
+
+def test_the_policy_hears_what_a_step_took(folder: Folders) -> None:
+    """Oracle: the counts; and time, which is no longer for a part than for the step that it is of.
+    A step's pairs are all that its rows chose, missing or not."""
+    model = load(folder("mixtral"), offload="ram", expert_slots=TOP_K)
+    policy = model.experts.placement = Halves()
+    outputs(model, [([1], [Form.FEW])] * 3)
+    model.experts.resize([TOP_K + 1])  # the last step is over
+    steps = [told for told in policy.told if told[0] == "step"]
+    assert [pairs for _, pairs, _ in steps] == [TOP_K * 4] * 3
+    assert sum(n for kind, n, _ in policy.told if kind == "computed") == counts(model).in_place
+    assert sum(n for kind, n, _ in policy.told if kind == "fetched") == counts(model).fetched
+    assert all(seconds > 0.0 for _, _, seconds in policy.told)
+    assert sum(s for kind, _, s in policy.told if kind == "computed") < sum(x[2] for x in steps)
+    assert counts(model).link_bytes_per_s and counts(model).compute_bytes_per_s
+
+
+def counts(model: LoadedModel) -> ExpertStats:
+    return model.experts.counts
 
 
 def test_a_mapped_record_is_verified_when_it_is_first_used(folder: Folders, tmp_path: Path) -> None:
