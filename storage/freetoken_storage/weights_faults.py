@@ -3,18 +3,23 @@
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from .weights import HEADER_NAME, RECORD_ALIGNMENT, decode
+from .weights import HEADER_NAME, RECORD_ALIGNMENT, VERSION, decode
 
 
-def damage(folder: Path, seed: int) -> str:
+def damage(folder: Path, seed: int, other: Path | None = None) -> str:
     """Damage the folder in one way, chosen and placed by the seed; says how. Every file is changed
-    under a new name, so that what is mapped already stays as it was."""
+    under a new name, so that what is mapped already stays as it was. `other`: a sound folder of the
+    same shapes, of which files may take the place of this one's."""
     chance = random.Random(seed)
-    kind = chance.choice(list(_KINDS))
-    return f"{kind}: {_KINDS[kind](folder, chance)}"
+    kinds = dict(_KINDS)
+    if other is not None:
+        kinds["replaced"] = lambda folder, chance: _replace(folder, chance, other)
+    kind = chance.choice(list(kinds))
+    return f"{kind}: {kinds[kind](folder, chance)}"
 
 
 def _flip_bits(folder: Path, chance: random.Random) -> str:
@@ -101,6 +106,32 @@ def _empty(folder: Path, chance: random.Random) -> str:
     return _put(path, bytearray(), "")
 
 
+def _zero_pages(folder: Path, chance: random.Random) -> str:
+    """What a file system may leave of writes that were not synced."""
+    path, stored = _pick(folder, chance)
+    first = chance.randrange(-(-len(stored) // RECORD_ALIGNMENT)) * RECORD_ALIGNMENT
+    stop = min(len(stored), first + RECORD_ALIGNMENT * chance.choice((1, 1, 3)))
+    stored[first:stop] = bytes(stop - first)
+    return _put(path, stored, f"from {first} to {stop}")
+
+
+def _write_newer(folder: Path, chance: random.Random) -> str:
+    path = folder / HEADER_NAME
+    stored = bytearray(path.read_bytes())
+    version = chance.randrange(VERSION + 1, 1 << 32)
+    stored[8:12] = version.to_bytes(4, "little")
+    return _put(path, stored, f"of version {version}")
+
+
+def _replace(folder: Path, chance: random.Random, other: Path) -> str:
+    """A file of another model in the place of this one's."""
+    name = chance.choice(sorted(path.name for path in other.iterdir() if path.suffix == ".ftw"))
+    new = folder / f"{name}.new"
+    shutil.copyfile(other / name, new)
+    os.replace(new, folder / name)
+    return name
+
+
 _KINDS: dict[str, Callable[[Path, random.Random], str]] = {
     "bits flipped": _flip_bits,
     "cut": _cut,
@@ -112,6 +143,8 @@ _KINDS: dict[str, Callable[[Path, random.Random], str]] = {
     "files swapped": _swap_files,
     "deleted": _delete,
     "emptied": _empty,
+    "pages zeroed": _zero_pages,
+    "newer": _write_newer,
 }
 
 
