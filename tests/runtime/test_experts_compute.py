@@ -116,18 +116,17 @@ def test_threads_end_with_their_owner() -> None:
         assert not thread.is_alive()
 
 
-def test_a_thread_has_one_compute_thread_and_ours_keeps_its_own(workers: Workers) -> None:
-    """Oracle: torch's count in each thread, and in one that is started afterwards."""
-    counts: list[int] = []
-    played = Played(lambda expert: counts.append(torch.get_num_threads()))
-    played.run(workers)
-    assert set(counts) == {1} and torch.get_num_threads() == 1
-    torch.set_num_threads(2)
-    later: list[int] = []
-    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert torch.get_num_threads() == 2 and later == [2]
+def test_every_thread_has_one_compute_thread(workers: Workers) -> None:
+    """Oracle: torch's count in each of them."""
+    counts: dict[threading.Thread, int] = {}
+    meeting = meet(3)
+
+    def act(expert: int) -> None:
+        meeting(expert)
+        counts[threading.current_thread()] = torch.get_num_threads()
+
+    Played(act).run(workers)
+    assert len(counts) >= 3 and set(counts.values()) == {1}
 
 
 def test_a_team_computes_alone(workers: Workers) -> None:
@@ -168,6 +167,28 @@ def test_what_an_expert_raises_comes_out(workers: Workers, rows: int) -> None:
             played.run(crew)
         assert played.closed and set(played.threads) <= set(played.released)
         assert torch.equal(Played().run(crew), Played().run(Workers()))
+
+
+def test_nothing_is_begun_after_a_failure() -> None:
+    """Oracle: what was done. The second job comes when the first one has failed and was released;
+    it is released, too."""
+    workers = Workers(1)
+    done: list[int] = []
+    failed, released = threading.Event(), []  # type: tuple[threading.Event, list[int]]
+
+    def fail() -> None:
+        raise ValueError("first")
+
+    def jobs() -> Iterator[Job]:
+        yield Job(fail, failed.set)
+        assert failed.wait(30.0)
+        for number in range(3):
+            yield Job(partial(done.append, number), partial(released.append, number))
+
+    with pytest.raises(ValueError, match="first"):
+        workers.run(jobs())
+    assert not done and released
+    workers.close()
 
 
 def test_what_serving_raises_comes_out_when_all_are_back(workers: Workers) -> None:

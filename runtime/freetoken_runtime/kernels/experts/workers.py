@@ -137,21 +137,12 @@ class Workers:
                 ) from round_.failure
 
     def _start(self) -> None:
-        """torch's setting is per thread, but new threads of anybody's begin with the last one made:
-        it is made good here."""
-        missing = self.helpers - len(self._rounds)
-        if missing <= 0:
-            return
-        own = torch.get_num_threads()
-        for _ in range(missing):
+        while len(self._rounds) < self.helpers:
             rounds: SimpleQueue[_Round | None] = SimpleQueue()
-            ready = threading.Event()
             threading.Thread(
-                target=_help, args=(rounds, ready), name="freetoken-worker", daemon=True
+                target=_help, args=(rounds,), name="freetoken-worker", daemon=True
             ).start()
-            ready.wait()
             self._rounds.append(rounds)
-        torch.set_num_threads(own)
 
 
 def _alone(jobs: Iterable[Job]) -> None:
@@ -162,9 +153,8 @@ def _alone(jobs: Iterable[Job]) -> None:
             job.release()
 
 
-def _help(rounds: "SimpleQueue[_Round | None]", ready: threading.Event) -> None:
-    torch.set_num_threads(1)
-    ready.set()
+def _help(rounds: "SimpleQueue[_Round | None]") -> None:
+    torch.set_num_threads(1)  # as the asking thread has: new threads of anybody's begin with that
     while (round_ := rounds.get()) is not None:
         round_.help()
         del round_  # nothing of it is kept while there is nothing to do

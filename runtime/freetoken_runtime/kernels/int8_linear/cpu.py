@@ -65,14 +65,14 @@ class QuantisedRows:
     """x[i] = values[i] · scales[i], nearly: rounded to the 127th part of its row's largest."""
 
     values: torch.Tensor  # [n, K] int8
-    scales: torch.Tensor  # [n, 1] fp32; NaN where a row holds one
+    scales: torch.Tensor  # [n, 1] fp32; NaN or infinite where a row holds such a number
 
 
 def quantise_rows(x: torch.Tensor) -> QuantisedRows:
     """x [n, K] fp32; each row by itself, so that none depends on another."""
     scales = x.abs().amax(1, keepdim=True).div_(127.0)
     steps = x / torch.where(scales == 0, 1.0, scales)
-    return QuantisedRows(steps.nan_to_num_(0.0).round_().to(torch.int8), scales)
+    return QuantisedRows(steps.round_().to(torch.int8), scales)
 
 
 def many_int8(x: QuantisedRows, weight: PackedInt8, rows: slice) -> torch.Tensor:
