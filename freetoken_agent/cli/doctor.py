@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`doctor`: is this machine, its disk, its models and its store fit to run agents?"""
+"""`doctor`: is this machine, its disk, its models and its store fit to run agents? How fast is it,
+and what does that allow for a model?"""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from freetoken_agent.catalog import PulledModel, home, pulled, weights_digest
+from freetoken_agent.catalog import PulledModel, home, pulled, resolve, weights_digest
 from freetoken_runtime.bench.machine import DiskSpeed, Machine, measure_disk, read_machine
 from freetoken_storage import verify_store
 
 from .opening import StorePath, store_path
 from .output import EXIT_FAULT_FOUND, Json, emit, progress
 
+if TYPE_CHECKING:
+    from .capacity import Capacity
+
 Status = Literal["ok", "warn", "fault"]
 
 _GIB = 1 << 30
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SLOW_DISK_BYTES_PER_S = 100e6  # below it, persisting states falls behind a decoding model
 _SLOW_COMMIT_MS = 20.0  # an edit returns after one commit
 _SMALL_MEMORY_BYTES = 2 * _GIB  # SmolLM2 in fp32, its KV at 8,192 tokens, and the process
@@ -42,28 +49,67 @@ class Diagnosis:
     checks: tuple[Check, ...]
     machine: Machine
     disk: DiskSpeed | None
+    speeds: "Capacity"
 
 
-def doctor_command(store: StorePath = None, json: Json = False) -> None:
-    """Check the CPU, threads, memory, disk speed, the pulled models and the store."""
+def doctor_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A pulled name, a folder or a .gguf: say what the machine allows it."),
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option("--ram", help="The memory budget of the model: bytes, 512M, 12G.")
+    ] = None,
+    quant: Annotated[
+        Literal["none", "int8", "int4"], typer.Option("--quant", help="Quantised at load.")
+    ] = "none",
+    hit: Annotated[
+        list[float] | None,
+        typer.Option("--hit", min=0, max=1, help="A hit rate of the slots; may be repeated."),
+    ] = None,
+    store: StorePath = None,
+    json: Json = False,
+) -> None:
+    """Check the CPU, threads, memory, disk speed, the pulled models and the store, and measure a
+    few seconds; with MODEL, say what the speeds allow for it."""
+    from . import capacity  # torch loads here
+
+    if model is not None:
+        ram_bytes = None if ram is None else size_in_bytes(ram)
+        asked = None if quant == "none" else quant
+        with progress("measuring"):
+            found = capacity.model_capacity(resolve(model), ram_bytes, asked, hit or ())
+        emit(found, capacity.model_table(found))
+        return
     with progress("looking at the machine") as bar:
         machine = read_machine()
         checks = [check_cpu(machine), check_threads(machine), check_memory(machine)]
         bar.label("measuring the disk")
         disk, check = check_disk(home())
         checks.append(check)
+        bar.label("measuring memory")
+        speeds = capacity.measure(capacity.this_machine(), None)
         bar.label("hashing the models")
         checks.extend(check_models(pulled()))
         bar.label("reading the store")
         checks.append(check_store(store_path(store)))
-    diagnosis = Diagnosis(checks=tuple(checks), machine=machine, disk=disk)
+    diagnosis = Diagnosis(checks=tuple(checks), machine=machine, disk=disk, speeds=speeds)
     table = Table("check", "", "found", box=None, pad_edge=False)
     for check in diagnosis.checks:
-        found = check.found + (f"\n→ {check.remedy}" if check.remedy else "")
-        table.add_row(check.name, Text(check.status, _STYLE[check.status]), Text(found))
-    emit(diagnosis, table)
+        found_text = check.found + (f"\n→ {check.remedy}" if check.remedy else "")
+        table.add_row(check.name, Text(check.status, _STYLE[check.status]), Text(found_text))
+    emit(diagnosis, Group(table, Text(), capacity.speeds_table(speeds)))
     if any(check.status == "fault" for check in diagnosis.checks):
         raise typer.Exit(EXIT_FAULT_FOUND)
+
+
+def size_in_bytes(text: str) -> int:
+    """ "12G", "512 MiB", "8e9" -> bytes; powers of 1024."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+    try:
+        return int(float(match[1]) * _UNITS[match[2]]) if match else int(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no size; write bytes, or 512M, 12G") from error
 
 
 def check_cpu(machine: Machine) -> Check:

@@ -13,6 +13,7 @@ from freetoken_agent.catalog import PulledModel
 from freetoken_agent.cli import doctor
 from freetoken_agent.cli.main import app
 from freetoken_runtime.bench.machine import Machine, measure_disk, read_machine, rss_anon_bytes
+from freetoken_runtime.testing import build_checkpoint
 
 GOOD = Machine(
     cpu="test",
@@ -81,6 +82,60 @@ def test_doctor_reports_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["model"] == "warn" and found["disk"] in ("ok", "warn")
     assert report["machine"]["logical_cpus"] >= 1
     assert report["disk"]["write_bytes_per_s"] > 0
+    speeds = report["speeds"]
+    assert speeds["kernel"]["format"].startswith("int4") and speeds["int4"] is None
+    for speed in (speeds["kernel"]["few"], speeds["kernel"]["many"], speeds["reads"]["speed"]):
+        assert 0 < speed["least"] <= speed["median"] <= speed["most"]
+
+
+def test_what_this_machine_allows_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole command. Oracle: the formula, worked out from the report's own figures, and the
+    plan's parts, which add up to the budget; and in words, a line of advice."""
+    monkeypatch.setenv("FREETOKEN_HOME", str(tmp_path / "home"))
+    sizes = {"hidden_size": 240, "intermediate_size": 512, "num_hidden_layers": 3}
+    build_checkpoint(tmp_path / "model", "mixtral", **sizes, num_local_experts=16)
+    options = ["doctor", str(tmp_path / "model"), "--ram", "87.5M", "--hit", "0.5"]
+    result = CliRunner().invoke(app, [*options, "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    found, plan = report["found"], report["found"]["plan"]
+    assert found["level"] == "disk" and plan["budget_bytes"] == int(87.5 * (1 << 20))
+    assert 2 <= plan["slots"][0] < 48 == found["needs"]["experts"]
+    needs, kernel = found["needs"], report["speeds"]["kernel"]["few"]["median"]
+    disk = report["speeds"]["reads"]["speed"]["median"]
+    assert [pace["hit_rate"] for pace in found["paces"]] == [plan["slots"][0] / 48, 0.5, 1.0]
+    for pace in found["paces"]:
+        seconds = (needs["dense_bytes"] + needs["token_experts_bytes"]) / kernel
+        seconds += needs["token_experts_bytes"] * (1 - pace["hit_rate"]) / disk
+        assert pace["tokens_per_s"] == pytest.approx(1 / seconds)
+    assert report["in_int4"]["quant"] == "int4" and "--quant int4" in report["advice"]
+    shown = CliRunner().invoke(app, options).output
+    assert "slots" in shown and "50%" in shown and f"→ {report['advice'][:20]}" in shown
+
+
+def test_a_model_that_does_not_fit_is_said_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what it needs; without a model, or with a size that is none, an error."""
+    monkeypatch.setenv("FREETOKEN_HOME", str(tmp_path / "home"))
+    build_checkpoint(tmp_path / "model", "llama")
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path / "model"), "--ram", "1M"])
+    assert result.exit_code == 0 and "at least" in result.output
+    assert "does not fit" in result.output
+    assert CliRunner().invoke(app, ["doctor", "no-such-model"]).exit_code == 1
+    wrong = CliRunner().invoke(app, ["doctor", str(tmp_path / "model"), "--ram", "much"])
+    assert wrong.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1000", 1000), ("2k", 2048), ("1.5G", 3 << 29), ("512 MiB", 512 << 20), ("8e9", 8 * 10**9)],
+)
+def test_sizes(text: str, size: int) -> None:
+    """Oracle: powers of 1024."""
+    assert doctor.size_in_bytes(text) == size
 
 
 def test_an_unwritable_home_is_a_fault_and_exit_code_3(
