@@ -152,6 +152,20 @@ def test_guesses_take_no_slot_that_is_held_and_few_that_have_settled(model: Mode
     assert model.store.counts.misses == 3 * 2 * 3
 
 
+def test_a_guess_does_not_displace_another(model: Model) -> None:
+    """Oracle: the limit. However long the disk rests, there are no more guesses than a row has
+    experts until the layer has asked."""
+    for filler in ([0, 1], [2, 3]):
+        model.run([filler, filler, filler], [[], []])
+    model.prefetch.begin_step(1)
+    model.layers[1].likely(list(range(10, 20)))
+    for _ in range(5):
+        model.prefetch.fetch(0)
+        wait(unfinished(slot.filling for slot in model.pool.slots()))
+    assert model.tiers[1].loads[4:] == [10, 11] or model.tiers[1].loads[4:] == [11, 10]
+    assert model.store.counts.prefetched == TOP_K
+
+
 def test_crowded_slots_are_left_to_what_earned_them() -> None:
     """Oracle: the settled experts. Where not even one pass fits, guesses pass through."""
     model = Model(slots=4)
