@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from freetoken_runtime.spec import ModelSpec
 from freetoken_runtime.specs.moe import ExpertSpec
 from freetoken_runtime.weight_source import Quant
 
+_ALIKE = 37  # every so many experts are the same
 # Block -> the module beside this one that has a function of that name.
 MODULES = {
     "links": "links",
@@ -95,7 +97,7 @@ class Shape:
 def host_records(
     place: Place, shape: Shape, form: str, spec: ExpertSpec | None = None
 ) -> HostRecords:
-    """Experts of all layers, no two alike: one drawn expert, rolled by a number of its own."""
+    """Experts of all layers: one drawn expert, rolled by a number that few others have."""
     quant, dtype = FORMS[form]
     spec = spec or ExpertSpec(shape.inner)
     kind = ExpertForm.of(spec, shape.hidden, quant, dtype, 32)
@@ -103,14 +105,18 @@ def host_records(
         name: torch.randn(size, generator=generator(7)) / (size[-1] ** 0.5 if len(size) > 1 else 3)
         for name, size in spec.parameter_shapes(shape.hidden)
     }
+    made: dict[int, bytes] = {}  # quantising each of hundreds takes a minute
+
+    def load(layer: int, expert: int, memory: memoryview) -> None:
+        turn = (layer * shape.experts + expert) % _ALIKE
+        if turn not in made:
+            kind.fill(memory, lambda name: drawn[name].roll(1 + turn, -1))
+            made[turn] = bytes(memory)
+        memory[:] = made[turn]
+
     records = HostRecords(place.accelerator, kind, shape.experts)
     for layer in range(shape.layers):
-
-        def load(expert: int, memory: memoryview, layer: int = layer) -> None:
-            turn = 1 + layer * shape.experts + expert
-            kind.fill(memory, lambda name: drawn[name].roll(turn, -1))
-
-        records.add_layer(load)
+        records.add_layer(partial(load, layer))
     return records
 
 

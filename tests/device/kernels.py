@@ -9,6 +9,7 @@ import torch
 from freetoken_runtime.batch import Form
 from freetoken_runtime.device.host_records import HostRecords, record_of
 from freetoken_runtime.device.mixture import ROWS_PER_TILE
+from freetoken_runtime.kernels.expert_tiles import reference
 from freetoken_runtime.kernels.experts.record import ExpertRecord, RecordMatrix
 from freetoken_runtime.kernels.int4_linear import cpu as int4
 from freetoken_runtime.specs.moe import ClampedGlu, ExpertSpec
@@ -25,8 +26,9 @@ _ROUNDED = 1e-3
 def kernels(place: Place, report: Report) -> None:
     """Every form of weights and every activation, few rows and many; a row's bits are the same
     whatever rows stand beside it and wherever among them it stands."""
+    _arranged(place, report)
     sizes = (place.size(2048, 60), place.size(768, 84))
-    shape = Shape(1, place.size(16, 5), 2, *sizes)
+    shape = Shape(1, place.size(8, 5), 2, *sizes)
     specs = {
         "silu": ExpertSpec(shape.inner),
         "clamped_glu": ExpertSpec(shape.inner, _CLAMPED, bias=True),
@@ -39,6 +41,27 @@ def kernels(place: Place, report: Report) -> None:
             _one(place, report, shape, f"{form} {activation}", records, record)
         gelu = replace(record_of(host_records(place, shape, form).form), activation="gelu_tanh")
         _one(place, report, shape, f"{form} gelu_tanh", host_records(place, shape, form), gelu)
+
+
+def _arranged(place: Place, report: Report) -> None:
+    """Tiles of few rows: those of the reference, and the others empty."""
+    from freetoken_runtime.kernels.expert_tiles import triton as kernel
+
+    device, same = place.accelerator.device, True
+    for rows, slots, experts, per_tile in (
+        (1, 1, 1, 16),
+        (3, 2, 5, 16),
+        (16, 8, 12, 16),
+        (20, 4, 7, 2),
+    ):
+        drawn = torch.rand(rows, experts, generator=generator(rows)).topk(slots, -1).indices
+        there = torch.randint(0, 3, (experts,), generator=generator(experts)) * 4096
+        args = (drawn.to(device), there.to(device), per_tile)
+        (order, tiles), (expected, cut) = kernel.arrange(*args), reference.arrange(*args)
+        filled = cut[:, 1] < cut[:, 2]
+        same = same and torch.equal(order, expected) and torch.equal(tiles[filled], cut[filled])
+        same = same and tiles.shape == cut.shape and not bool(tiles[~filled].any())
+    report.check("arranged as the reference", same)
 
 
 def _one(
@@ -60,9 +83,8 @@ def _one(
         made, at = run(x, routed.chosen), f"{name} {form.value}"
         served = routed.chosen != elsewhere
         report.check(f"{at}: others are left", bool(made[~served].isnan().all()))
-        pairs = _pairs(routed.chosen)
-        expected = torch.stack([_product(place, records, record, x, pair) for pair in pairs])
-        error = apart(made[served], expected.view(made.shape)[served])
+        expected = _products(place, records, record, x, routed.chosen)
+        error = apart(made[served], expected[served])
         exact = place.interpreted or record.kind == "dense" and record.dtype is torch.float32
         report.check(f"{at}: error", error <= (_EXACT if exact else _ROUNDED), error)
         others = torch.where(torch.arange(count)[:, None] == 1, x, 3 * x.roll(1, 0))
@@ -101,29 +123,26 @@ def _check_sum(report: Report, at: str, made: torch.Tensor, weights: torch.Tenso
     report.check(f"{at}: error of the sum", error <= 1e-6, error)
 
 
-def _pairs(chosen: torch.Tensor) -> list[tuple[int, int]]:
-    return [(row, expert) for row, of_row in enumerate(chosen.tolist()) for expert in of_row]
-
-
-def _product(
+def _products(
     place: Place,
     records: HostRecords,
     record: ExpertRecord,
     x: torch.Tensor,
-    pair: tuple[int, int],
+    chosen: torch.Tensor,
 ) -> torch.Tensor:
-    """One expert on one row in fp64, from the values in its record; rows rounded where the kernel
-    rounds them."""
-    row, expert = pair
-    memory = records.bytes_of(0, expert).numpy().data
-    tensors = records.form.tensors(memory)
-    value = x[row].to(record.compute_dtype).double()
-    inner = _linear(record, record.up, "up" if not record.gated else "gate up", tensors, value)
-    inner = _activated(record, inner).float()
-    if place.interpreted and record.compute_dtype is torch.bfloat16:
-        inner = (inner.view(torch.int32) & -65536).view(torch.float32)  # the interpreter cuts off
-    inner = inner.to(record.compute_dtype).double()
-    return _linear(record, record.down, "down", tensors, inner)
+    """[n, k, H] in fp64, from the values in the records; rows rounded where the kernel does it."""
+    expected = torch.zeros(*chosen.shape, x.shape[1], dtype=torch.float64)
+    for expert in sorted(set(chosen.reshape(-1).tolist())):
+        rows, slots = (chosen == expert).nonzero(as_tuple=True)
+        tensors = records.form.tensors(records.bytes_of(0, expert).numpy().data)
+        values = x[rows].to(record.compute_dtype).double()
+        at = "gate up" if record.gated else "up"
+        inner = _activated(record, _linear(record, record.up, at, tensors, values)).float()
+        if place.interpreted and record.compute_dtype is torch.bfloat16:
+            inner = (inner.view(torch.int32) & -65536).view(torch.float32)  # it is cut off there
+        inner = inner.to(record.compute_dtype).double()
+        expected[rows, slots] = _linear(record, record.down, "down", tensors, inner)
+    return expected
 
 
 def _linear(
@@ -131,25 +150,25 @@ def _linear(
     matrix: RecordMatrix,
     at: str,
     tensors: dict[str, torch.Tensor],
-    value: torch.Tensor,
+    values: torch.Tensor,
 ) -> torch.Tensor:
     if record.kind == "dense":
         weight = tensors[f"{at}.weight"].double()
     elif record.kind == "int8":
-        values = tensors[f"{at}.values"][:, : matrix.inputs].double()
-        weight = values * tensors[f"{at}.scales"].double()[:, None]
+        steps = tensors[f"{at}.values"][:, : matrix.inputs].double()
+        weight = steps * tensors[f"{at}.scales"].double()[:, None]
     else:
         fields = (tensors[f"{at}.packed"], tensors[f"{at}.scales_zeros"])
         packed = int4.PackedInt4(*fields, record.group, matrix.outputs, matrix.inputs)
         weight = int4.dequantise(packed, slice(0, matrix.outputs)).double()
-    made = weight @ value
+    made = values @ weight.t()
     return made + tensors[f"{at}.bias"].double() if f"{at}.bias" in tensors else made
 
 
 def _activated(record: ExpertRecord, made: torch.Tensor) -> torch.Tensor:
     if record.activation == "relu_squared":
         return made.clamp(min=0) ** 2
-    gate, up = made.chunk(2)
+    gate, up = made.chunk(2, -1)
     if record.activation == "clamped_glu":
         gate, up = gate.clamp(max=record.limit), up.clamp(-record.limit, record.limit) + 1
         return gate * torch.sigmoid(record.alpha * gate) * up

@@ -13,6 +13,7 @@ from freetoken_runtime.batch import Form, RowGroup
 from freetoken_runtime.config import read_host, resolve
 from freetoken_runtime.device.mixture import DeviceExperts
 from freetoken_runtime.device.model import DeviceSettings, load_on_device
+from freetoken_runtime.kernels.experts.workers import Workers
 from freetoken_runtime.random_weights import RandomWeights, random_model
 
 from .block import (
@@ -38,7 +39,7 @@ def mixtures(place: Place, report: Report) -> None:
     """Resident, offloaded and gathered: the same bits. Hybrid, and on the CPU: within rounding.
     Then a whole model: its logits, by way of an engine."""
     shape = Shape(2, place.size(32, 6), 2, place.size(512, 60), place.size(256, 36))
-    few = place.size(8, 3)
+    few, workers = place.size(8, 3), Workers(1)
     for form in ("int4",) if place.interpreted else FORMS:
         records = host_records(place, shape, form)
         resident = device_experts(place, records, shape.layers * shape.experts)
@@ -47,7 +48,9 @@ def mixtures(place: Place, report: Report) -> None:
             "offloaded": device_experts(place, records, few, streams=False),
             "gathered": device_experts(place, records, few, gathers=True, streams=False),
             "ahead": device_experts(place, records, shape.experts, per_chunk=2),
-            "hybrid": device_experts(place, records, few, policy=FixedSplit(1), streams=False),
+            "hybrid": device_experts(
+                *(place, records, few), policy=FixedSplit(1), workers=workers, streams=False
+            ),
         }
         expected = _outputs(place, resident, shape)
         for way, experts in ways.items():

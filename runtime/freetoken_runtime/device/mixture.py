@@ -15,11 +15,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from ..batch import Form, RowGroup
 from ..experts.placement import PlacementPolicy
+from ..kernels.experts.workers import Job, Workers
+from ..layers.expert import Expert
 from ..layers.routing import Routes
 from .accelerator import Accelerator, Mark
 from .host_records import HostRecords, record_of
@@ -65,8 +68,9 @@ class _Pass:
 class DeviceExperts:
     """Serves layer by layer in each pass, on the owner thread. `counts` is replaced, not changed.
 
-    `policy`: None fetches all that is missing. `gathers`: copy by a kernel instead of the copy
-    engine. `streams`: whether long passes fetch ahead."""
+    `policy`: None fetches all that is missing. `workers`: who computes what is left; by default the
+    asking thread. `gathers`: copy by a kernel instead of the copy engine. `streams`: whether long
+    passes fetch ahead."""
 
     def __init__(
         self,
@@ -75,9 +79,11 @@ class DeviceExperts:
         slots: DeviceSlots,
         policy: PlacementPolicy | None = None,
         *,
+        workers: Workers | None = None,
         gathers: bool = False,
         streams: bool = True,
     ) -> None:
+        self.workers = workers or Workers()
         self.records = records
         self.slots = slots
         self.policy = policy
@@ -344,25 +350,40 @@ class DeviceExperts:
         self, work: "_Work", x: torch.Tensor, chosen: torch.Tensor, experts: Sequence[int]
     ) -> None:
         """Compute experts on the CPU from where they lie, while the device does its part."""
-        begun, flat = time.perf_counter(), chosen.reshape(-1)
         assert self._pass is not None and self.policy is not None
-        rows_of: list[int] = []
-        found, made = [], []
-        for number in experts:
+        begun, flat, per_row = time.perf_counter(), chosen.reshape(-1), chosen.shape[1]
+        pairs_of = [(flat == number).nonzero()[:, 0] for number in experts]
+        every = torch.cat(pairs_of)
+        made = torch.empty(len(every), x.shape[1])
+        jobs, start = [], 0
+        for number, pairs in zip(experts, pairs_of, strict=True):
             expert = self.records.expert(self._pass.layer, number)
-            pairs = (flat == number).nonzero()[:, 0]
-            rows_of.append(len(pairs))
-            rows = pairs // chosen.shape[1]
+            rows = pairs.div(per_row, rounding_mode="floor")
             for part in work.parts:
-                inside = (rows >= part.start) & (rows < part.stop)
-                if bool(inside.any()):
-                    found.append(pairs[inside])
-                    made.append(expert(x[rows[inside]], part.form).float())
+                mine = rows[(rows >= part.start) & (rows < part.stop)]  # neighbours, as pairs rise
+                if len(mine):
+                    out = made[start : start + len(mine)]
+                    jobs.append(
+                        Job(partial(_compute_rows, expert, x, mine, part.form, out), _stays)
+                    )
+                    start += len(mine)
+        self.workers.run(jobs)
         upload = self._accelerator.upload
-        work.out.index_copy_(0, upload(torch.cat(found)), upload(torch.cat(made)))
+        work.out.index_copy_(0, upload(every), upload(made))
+        rows_of = [len(pairs) for pairs in pairs_of]
         seconds = time.perf_counter() - begun
         self.policy.computed(rows_of, self.records.record_bytes, seconds)
         self.counts = replace(self.counts, computed=self.counts.computed + len(experts))
+
+
+def _compute_rows(
+    expert: Expert, x: torch.Tensor, rows: torch.Tensor, form: Form, out: torch.Tensor
+) -> None:
+    out.copy_(expert(x[rows], form))
+
+
+def _stays() -> None:
+    """Host records are there to stay."""
 
 
 @dataclass(frozen=True)

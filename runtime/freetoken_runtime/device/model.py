@@ -18,6 +18,7 @@ from ..experts.choice import disk_tier, has_experts, own_form
 from ..experts.placement import PlacementPolicy
 from ..experts.records import ExpertForm
 from ..ftw_weights import FtwFolder
+from ..kernels.experts.workers import Workers
 from ..layers.expert import Demand, Served
 from ..layers.moe import Moe
 from ..layers.routing import Routes
@@ -38,6 +39,7 @@ class DeviceSettings:
     budget_bytes: int
     slots_per_chunk: int = 16
     policy: PlacementPolicy | None = None
+    workers: Workers | None = None
     gathers: bool = False
     streams: bool = True
 
@@ -88,6 +90,7 @@ def load_on_device(
     slots.resize(settings.budget_bytes)
     experts = DeviceExperts(
         *(accelerator, records, slots, settings.policy),
+        workers=settings.workers,
         gathers=settings.gathers,
         streams=settings.streams,
     )

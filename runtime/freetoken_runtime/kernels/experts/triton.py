@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts in Triton: all rows of all experts that are there in two launches.
+"""A mixture of experts in Triton: two launches for all rows of all experts that are there.
 
 Checked in Triton's interpreter on a CPU, and compiled for GPUs that are not here; nothing is
 claimed for them. Importing this module needs the `gpu` extra, and whether kernels are interpreted
 (`TRITON_INTERPRET=1`) is decided at that moment.
 
     chosen [n, k]   --sort-->  positions: pairs (row, slot j), those of one expert side by side
-    tiles           up to `rows_per_tile` positions of one expert each
+    tiles           up to `rows_per_tile` positions of one expert each (`kernels.expert_tiles`)
     _first          inner [positions, I]   activation of gate x and up x, in the kernel
     _second         out [n · k, H] fp32    written at the pair, once
     combine         y = Σ_j weights[:, j] · out[:, j], in the order of j
@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..expert_tiles.triton import arrange
 from .record import ExpertRecord, RecordMatrix
 
 OUTPUTS_PER_TILE = 64
@@ -67,29 +68,6 @@ def combine(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         *(out, weights.contiguous(), mixed), slots=slots, width=out.shape[1], block=_COMBINED
     )
     return mixed
-
-
-def arrange(
-    chosen: torch.Tensor, addresses: torch.Tensor, rows_per_tile: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs ordered by expert, those without an address last, [n · k] int64; and tiles of them
-    [T, 3] int32: expert, first position, where the expert's positions end. Tiles that are not
-    needed are empty: there are as many as the worst routing needs."""
-    experts, flat = len(addresses), chosen.reshape(-1)
-    flat = torch.where(addresses[flat] != 0, flat, experts)
-    order = flat.argsort(stable=True)
-    numbers = torch.arange(experts + 1, device=flat.device)
-    starts = torch.searchsorted(flat[order], numbers)
-    counts = starts[1:] - starts[:-1]
-    ends = ((counts + rows_per_tile - 1) // rows_per_tile).cumsum(0)  # of each expert's tiles
-    most = len(flat) // rows_per_tile + min(experts, len(flat))
-    tile = torch.arange(most, device=flat.device)
-    owner = torch.searchsorted(ends, tile, right=True)
-    known = owner.clamp(max=experts - 1)
-    ahead = tile - torch.where(known > 0, ends[known - 1], 0)  # tiles of its expert before it
-    first = starts[known] + ahead * rows_per_tile
-    stop = torch.where(owner < experts, starts[known + 1], 0)
-    return order, torch.stack((known, first, stop), 1).int().contiguous()
 
 
 def inputs_per_step(record: ExpertRecord) -> int:
