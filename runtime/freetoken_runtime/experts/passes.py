@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass over the layers, and one layer's turn in it: what is wanted is handed out as it comes.
 
-at hand     had a slot                               first
-arriving    a slot is being filled with it           as soon as it is
-beside      is computed from where it lies           while others arrive
-missing     waits for a slot that can be given away  goes on to arriving
+    at hand     had a slot                               first
+    arriving    a slot is being filled with it           as soon as it is
+    in place    is computed from where it lies           while others arrive
+    missing     waits for a slot that can be given away  goes on to arriving
+    unseen      lies where it computes, yet unverified   goes on to in place
+
+Why so: docs/decisions/0078-where-experts-are-computed.md.
 """
 
 import time
@@ -42,7 +45,7 @@ class PassPlan:
 class Pass:
     """What is known of the pass that goes on. Mutable. `plan`: decided once, at its first layer."""
 
-    def __init__(self, supply: Supply, plan: "PassPlan") -> None:
+    def __init__(self, supply: Supply, plan: PassPlan) -> None:
         self.plan = plan
         self.layer = -1
         self.wanted: dict[SlotPool, int] = {}
