@@ -150,6 +150,7 @@ class WeightsMismatch(WeightsError):
 
 
 class WeightsTimeout(WeightsError):
-    """An expert did not arrive from the disk in time. The request ends, the engine goes on."""
+    """An expert did not arrive from the disk in time, or was not given back. The request ends, the
+    engine goes on."""
 
     code = "weights_timeout"
