@@ -22,11 +22,13 @@ _DECODER = json.JSONDecoder(strict=False)  # models write raw newlines inside st
 
 @dataclass(frozen=True)
 class ParsedCall:
-    """A call as a model wrote it. `call_id` is None where the format has no id."""
+    """A call as a model wrote it. `call_id` is None where the format has no id. `texts`: the values
+    as they were written, where the format does not say their types; only a schema can tell."""
 
     name: str
     arguments: Mapping[str, object]
     call_id: str | None = None
+    texts: Mapping[str, str] | None = None
 
 
 class CallFormat(Protocol):
@@ -140,8 +142,8 @@ class NamedJsonCalls:
 @dataclass(frozen=True)
 class TaggedCalls:
     """A name, then parameters between tags. A value that reads as JSON other than a string is that
-    value; schemas may coerce it later. `open` and `close` are the tags around a parameter, `end`
-    the tag that follows the last one, '' where nothing does."""
+    value, unless a schema is known that wants its text. `open` and `close` are the tags around a
+    parameter, `end` the tag that follows the last one, '' where nothing does."""
 
     head: re.Pattern[str]
     parameter: re.Pattern[str]
@@ -153,15 +155,16 @@ class TaggedCalls:
         match = self.head.search(unit)
         if match is None:
             return None
-        arguments: dict[str, object] = {}
+        texts: dict[str, str] = {}
         position = match.end("name")
         for pair in self.parameter.finditer(unit, position):
-            arguments[pair["key"]] = _as_value(pair["value"])
+            texts[pair["key"]] = pair["value"]
             position = pair.end()
         rest = unit[position:]
         if self.open in rest or self.end not in rest:
             return None  # a parameter or the call itself is unfinished
-        return ParsedCall(match["name"], arguments)
+        arguments = {key: _as_value(text) for key, text in texts.items()}
+        return ParsedCall(match["name"], arguments, texts=texts)
 
     def name_so_far(self, unit: str) -> str | None:
         match = self.head.search(unit)

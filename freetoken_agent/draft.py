@@ -8,9 +8,10 @@ from typing import Any, Literal, Self
 
 from freetoken_storage.errors import BranchNotFound, SessionConflict
 
-from . import views
+from . import json_values, views
 from .branch import Branch, StepGroup
 from .codec import BranchBody, pack_branch
+from .coercion import coerce
 from .dialect import parse_tools
 from .errors import GenerationConflict, NothingToGenerate
 from .forks import create_named
@@ -134,6 +135,8 @@ class Draft:
         before = ids_before(self._path.places)
         fresh = new_segment_id()
         is_call = done.kind == "tool_call"
+        arguments, repaired = self._arguments(done)
+        notes = {"repaired": True} if repaired else {"cut_call": True} if done.cut_call else {}
         body = Body(
             id=fresh,
             kind=done.kind,
@@ -142,15 +145,38 @@ class Draft:
             ids=tuple(done.ids),
             origin=fresh,
             name=done.name,
-            arguments=None if done.arguments is None else dict(done.arguments),
+            arguments=arguments,
             call_id=self._call_id(done.call_id) if is_call else None,
             source="model",
-            meta=dict(meta or {}),
+            meta={**(meta or {}), **notes},
         )
         place = Place(body, gap, self._layout.text_of(gap, before), joins=self._joins)
         self._store(self._path.extended([place], tail))
         self._opener, self._joins = (), True
         return views.segments(self._path, [len(self._path.places) - 1])[0]
+
+    def _arguments(self, done: SegmentDone) -> tuple[dict[str, Any] | None, bool]:
+        """The arguments as the tool's schema wants them, as far as that is certain, and whether
+        what was written says something else. Ids are never touched."""
+        if done.arguments is None:
+            return None, False
+        written = dict(done.arguments)
+        schema = self._parameters(done.name)
+        if schema is None:
+            return written, False
+        if done.texts is not None:
+            return dict(coerce(done.texts, schema, schema)), False
+        made = coerce(written, schema, schema)
+        return dict(made), not json_values.equal(made, written)
+
+    def _parameters(self, name: str | None) -> Mapping[str, Any] | None:
+        """The schema of a tool's arguments."""
+        for tool in self.tools:
+            function = tool.get("function", tool)
+            schema = function.get("parameters")
+            if function.get("name") == name and isinstance(schema, Mapping):
+                return schema
+        return None
 
     def _call_id(self, written: str | None) -> str:
         """The id the model wrote, unless an open call has it: results could not tell them apart."""

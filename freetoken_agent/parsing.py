@@ -7,11 +7,12 @@ and how the ids arrive in calls of `feed` changes nothing. Markers and the blank
 them go to the gap; a call keeps its markers, since it is one unit. An id that holds both sides of a
 cut stays with the content.
 
-A call that is malformed, or cut short, is text.
+A call that is cut short is text. So is one that is malformed, unless its name was read and its end
+was written: that one is a call without arguments.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .call_format import ParsedCall
@@ -56,7 +57,9 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class SegmentDone:
-    """A whole content. `gap_ids`: sampled ids before it that are frame. `partial`: it was cut."""
+    """A whole content. `gap_ids`: sampled ids before it that are frame. `partial`: it was cut.
+    `cut_call`: the text holds the beginning of a call. `texts`: see `ParsedCall`. A call whose
+    arguments are None is malformed."""
 
     kind: Literal["thinking", "text", "tool_call"]
     gap_ids: tuple[int, ...]
@@ -66,6 +69,8 @@ class SegmentDone:
     arguments: dict[str, object] | None = None
     call_id: str | None = None
     partial: bool = False
+    cut_call: bool = False
+    texts: Mapping[str, str] | None = None
 
 
 ParseEvent = ThinkingDelta | TextDelta | CallStarted | CallDelta | SegmentDone
@@ -116,6 +121,7 @@ class StreamParser:
         partial = reason != "stop"
         if self._mode == "call" and not partial and self._close_call(len(self._tape.text)):
             return self._take()
+        cut_call = self._mode == "call" and partial
         if self._mode == "call":
             self._demote()
         if self._mode in ("start", "after_call"):
@@ -124,7 +130,7 @@ class StreamParser:
         if text.strip():
             self._delta(len(self._tape.text))
             kind: Literal["thinking", "text"] = "thinking" if self._mode == "thinking" else "text"
-            self._done(kind, self._begin, None, partial=partial)
+            self._done(kind, self._begin, None, partial=partial, cut_call=cut_call)
         return self._take()
 
     def _take(self) -> list[ParseEvent]:
@@ -279,7 +285,7 @@ class StreamParser:
         if self._close_call(self._search):
             return True
         if not calls.open_string(self._tape.literal(self._unit, at)):
-            self._demote()
+            self._end_malformed(calls.name_so_far(self._tape.literal(self._unit, at)))
         return True
 
     def _close_call(self, end: int) -> bool:
@@ -289,13 +295,23 @@ class StreamParser:
         parsed = calls.parse(self._tape.literal(self._unit, end))
         if parsed is None:
             return False
+        self._leave_call(parsed.name, parsed, end)
+        return True
+
+    def _end_malformed(self, name: str | None) -> None:
+        """The end of a call was written, but what stands before it does not read as one."""
+        if name:
+            self._leave_call(name, None, self._search)
+        else:
+            self._demote()
+
+    def _leave_call(self, name: str, call: ParsedCall | None, end: int) -> None:
         end = self._tape.snapped_end(self._unit, end)
         if self._prior_end > self._begin:
             self._done("text", self._begin, self._prior_end)
-        self._done_call(parsed, end)
+        self._done_call(name, call, end)
         self._begin = self._search = self._emitted = end
         self._mode = "after_call"
-        return True
 
     def _demote(self) -> None:
         """What looked like a call is text: it joins the text before it."""
@@ -312,17 +328,26 @@ class StreamParser:
         self._events.append(kind(text))
 
     def _done(
-        self, kind: Literal["thinking", "text"], begin: int, end: int | None, partial: bool = False
+        self,
+        kind: Literal["thinking", "text"],
+        begin: int,
+        end: int | None,
+        *,
+        partial: bool = False,
+        cut_call: bool = False,
     ) -> None:
         gap, ids, text = self._tape.cut(begin, end)
-        self._events.append(SegmentDone(kind, gap, ids, text, partial=partial))
+        self._events.append(SegmentDone(kind, gap, ids, text, partial=partial, cut_call=cut_call))
 
-    def _done_call(self, call: ParsedCall, end: int) -> None:
+    def _done_call(self, name: str, call: ParsedCall | None, end: int) -> None:
         if not self._call_started:
-            self._events.append(CallStarted(self._calls, call.name))
+            self._events.append(CallStarted(self._calls, name))
         gap, ids, text = self._tape.cut(self._tape.snapped_begin(self._unit), end)
-        name, arguments = whole_characters([call.name, dict(call.arguments)])
-        self._events.append(SegmentDone("tool_call", gap, ids, text, name, arguments, call.call_id))
+        done = SegmentDone("tool_call", gap, ids, text, whole_characters(name))
+        if call is not None:
+            arguments, texts = whole_characters([dict(call.arguments), call.texts])
+            done = replace(done, arguments=arguments, call_id=call.call_id, texts=texts)
+        self._events.append(done)
         self._calls += 1
 
 

@@ -299,12 +299,15 @@ def test_bare_keys_and_quotes_of_their_own() -> None:
         "p:1",
     ],
 )
-def test_a_malformed_object_with_bare_keys_is_text(arguments: str) -> None:
-    """Oracle: the text as it was written; nothing is called."""
+def test_a_malformed_object_with_bare_keys_is_never_read_as_arguments(arguments: str) -> None:
+    """Oracle: the text as it was written: a call without arguments, or a text where the name or the
+    end of a string was not written."""
     format, tokenizer = MORE["quoted"]
     text = f"<|tool_call>call:f{arguments}<tool_call|>"
     events = parse_turn(format, tokenizer, tokenizer.encode_frame(text))
-    assert brief(events) == [("text", text)]
+    unended = arguments in ('{p:<|"|>Oslo}', "p:1")
+    assert brief(events) == [("text", text) if unended else ("tool_call", "f", None)]
+    assert "".join(done.text for done in segments(events)) == text
 
 
 def test_s30_an_end_of_call_inside_a_quoted_string() -> None:
