@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,7 @@ import torch
 
 from .config import ResolvedConfig
 from .errors import ModelNotFound, UnsupportedQuantization
-from .experts.choice import disk_tier, expert_names, has_experts, own_form, ram_tier
+from .experts.choice import check_level, disk_tier, expert_names, has_experts, own_form, ram_tier
 from .experts.records import ExpertForm
 from .experts.store import ExpertStore
 from .ftw_weights import FtwFolder, is_ftw
@@ -75,10 +75,12 @@ class LoadedModel:
     formats: Mapping[str, str]
     notes: tuple[str, ...]
     experts: ExpertStore = field(default_factory=lambda: ExpertStore("none"))
+    quant: Quant | None = None  # of matrices: what was asked, or what the files hold
 
     def plan(self, config: ResolvedConfig) -> MemoryPlan:
         """How a configuration divides its memory. BudgetTooSmall."""
         weights = self.decoder.size_bytes + self.experts.fixed_bytes
+        config = replace(config, quant=self.quant or config.quant)  # as it is held, so it computes
         budget, demands = config.ram_budget_bytes, self.experts.demands()
         return plan_memory(self.spec, config, weights, budget, demands)
 
@@ -127,7 +129,9 @@ def load(
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))
     source = open_source(model) if isinstance(model, str | Path) else model
-    builder = Builder(source, dtype, usable_quant(source, quant), offload)
+    quant = usable_quant(source, quant)
+    check_level(source, offload)
+    builder = Builder(source, dtype, quant, offload)
     served = expert_names(source) if offload == "disk" else ()
     with source.ahead(source.spec.parameter_shapes().keys() - served):
         decoder = Decoder(source.spec, builder.parts())
@@ -140,20 +144,37 @@ def load(
         spec=source.spec,
         content_hash=source.content_hash(hash_cache),
         formats=_summary(builder.formats),
-        notes=(*source.notes, *builder.all_notes(), *_offload_notes(source, builder.store)),
+        notes=(
+            *source.notes,
+            *builder.all_notes(),
+            *_checksum_notes(source),
+            *_offload_notes(source, builder.store, quant),
+        ),
         experts=builder.store,
+        quant=quant,
     )
 
 
-def _offload_notes(source: WeightSource, store: ExpertStore) -> tuple[str, ...]:
+def _checksum_notes(source: WeightSource) -> tuple[str, ...]:
+    if source.finite or not source.files:
+        return ()
+    return ("weights are read from files without checksums: convert the model to have them",)
+
+
+def _offload_notes(
+    source: WeightSource, store: ExpertStore, quant: Quant | None
+) -> tuple[str, ...]:
     if store.level == "none":
         return ()
     if not has_experts(source):
         return ("the model has no experts: all weights stay in memory",)
     if not store.serves:
         return ("experts are no smaller in the file: all of them stay in memory as they compute",)
-    if store.level == "disk" and not source.finite:
-        return ("experts are read from files without checksums: convert the model to have them",)
+    if store.level == "disk" and source.quant != quant:
+        return (
+            f"experts are quantised to {quant} each time they are fetched, which takes longer than "
+            f"the read: convert the model to {quant}",
+        )
     return ()
 
 

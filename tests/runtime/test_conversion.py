@@ -90,6 +90,19 @@ def test_random_weights_convert_to_the_same_bits(
             assert torch.equal(ours.read(name), theirs.read(name)), name
 
 
+@pytest.mark.parametrize("family", KNOWN)
+def test_every_family_converts_without_loss(family: str, tmp_path: Path) -> None:
+    """Oracle: every parameter of the source, bit by bit."""
+    spec = read_spec(family_config(family).to_dict())
+    sources = [RandomWeights(spec, 7) for _ in range(2)]
+    for source in sources:
+        source.check()
+    convert(sources[0], tmp_path / "ftw")
+    found = open_source(tmp_path / "ftw")
+    for name in spec.parameter_shapes():
+        assert torch.equal(found.read(name), sources[1].read(name)), name
+
+
 def test_progress_notes_and_files(source: Path, tmp_path: Path) -> None:
     """Progress ends at the total; what is copied along is the model's, byte for byte."""
     seen: list[tuple[int, int]] = []

@@ -87,7 +87,9 @@ def test_logits_are_the_bits_of_the_source(
     for asked in {quant, None}:
         model = load(converted / f"{family}-{quant}", quant=asked)
         assert torch.equal(logits(model), logits(expected))
-        assert model.formats == expected.formats and model.notes == expected.notes
+        assert model.formats == expected.formats
+        told = [note for note in expected.notes if "without checksums" not in note]
+        assert list(model.notes) == told and len(told) == len(expected.notes) - 1
         assert model.spec == expected.spec
         assert model.decoder.size_bytes == expected.decoder.size_bytes
 

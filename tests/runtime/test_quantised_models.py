@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from freetoken_runtime.batch import Form
-from freetoken_runtime.errors import WeightsDamaged, WeightsMismatch
+from freetoken_runtime.conversion import convert
+from freetoken_runtime.errors import InvalidConfig, WeightsDamaged, WeightsMismatch
+from freetoken_runtime.safetensors_weights import SafetensorsFolder
 from freetoken_runtime.testing import ListState, batch_of, build_checkpoint
-from freetoken_runtime.weights import load
+from freetoken_runtime.weights import load, open_source
 
 State = dict[str, torch.Tensor]
 # A matrix -> what is stored for it, by the ending of its name, and the matrix it stands for.
@@ -298,6 +300,54 @@ def test_mxfp4_experts_equal_transformers(dimensions: tuple[int, int], tmp_path:
     experts = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)$")
     model = requantise(tmp_path / "hf", mxfp4, config, experts)
     assert difference(tmp_path / "hf", model) < 1e-4
+
+
+def quantised_mixture(name: str, folder: Path) -> None:
+    """A mixture whose matrices, experts included, are quantised; "mxfp4" or one of FORMATS."""
+    if name == "mxfp4":
+        build_checkpoint(
+            folder, "gpt_oss", hidden_size=64, intermediate_size=96, num_hidden_layers=2
+        )
+        experts = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)$")
+        requantise(folder, mxfp4, {"quant_method": "mxfp4"}, experts)
+    else:
+        build_checkpoint(folder, "qwen3_moe", num_hidden_layers=2)
+        requantise(folder, *FORMATS[name])
+
+
+MIXTURES = ("mxfp4", *FORMATS)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_converting_keeps_what_the_quantised_file_stands_for(name: str, tmp_path: Path) -> None:
+    """Oracle: every parameter as the source reads it, bit by bit."""
+    quantised_mixture(name, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ftw")
+    expected, found = open_source(tmp_path / "hf"), open_source(tmp_path / "ftw")
+    for parameter in expected.spec.parameter_shapes():
+        assert torch.equal(found.read(parameter), expected.read(parameter)), parameter
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_quantised_files_are_not_served_from_disk(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused with what to do, before any weight is read; what was converted is served. Oracle: the
+    same logits as with all experts in memory."""
+    quantised_mixture(name, tmp_path / "hf")
+
+    def no_read(*_: object) -> torch.Tensor:
+        raise AssertionError("a weight was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsFolder, "_read", no_read)
+        patch.setattr(SafetensorsFolder, "_read_slices", no_read)
+        with pytest.raises(InvalidConfig, match=r"cannot be served.*remedy: convert the model"):
+            load(tmp_path / "hf", offload="disk")
+    convert(tmp_path / "hf", tmp_path / "ftw")
+    ids = list(range(3, 30))
+    served = logits_of(tmp_path / "ftw", ids, offload="disk")
+    assert torch.equal(served, logits_of(tmp_path / "hf", ids))
 
 
 def test_integers_of_four_bits_are_kept_and_others_quantised_again(tmp_path: Path) -> None:

@@ -45,22 +45,26 @@ def expert_names(source: WeightSource) -> list[str]:
     ]
 
 
-def disk_tier(
-    form: ExpertForm, source: WeightSource, at: str, num_experts: int, disk: Disk
-) -> Tier:
-    """Experts `at0`, `at1`, … from the files. InvalidConfig if they cannot be served from there."""
-    names = [
-        f"{at}{expert}.{name}"
-        for expert in range(num_experts)
-        for name, _ in form.spec.parameter_shapes(form.width)
-    ]
-    if not _serves_from_disk(source, names):
+def check_level(source: WeightSource, level: Offload) -> None:
+    """InvalidConfig for experts that cannot be served from where they should; reads nothing."""
+    if level == "disk" and not _serves_from_disk(source, expert_names(source)):
         raise InvalidConfig(
             f"experts of {source.path} cannot be served from its files",
             value="offload='disk'",
             limit="safetensors with floating-point weights, or a converted folder",
             remedy="convert the model, or use offload='none'",
         )
+
+
+def disk_tier(
+    form: ExpertForm, source: WeightSource, at: str, num_experts: int, disk: Disk
+) -> Tier:
+    """Experts `at0`, `at1`, … from the files, after `check_level`."""
+    names = [
+        f"{at}{expert}.{name}"
+        for expert in range(num_experts)
+        for name, _ in form.spec.parameter_shapes(form.width)
+    ]
     for name in names:
         source.defer(name)
     if isinstance(source, FtwFolder):
