@@ -23,6 +23,7 @@ from freetoken_runtime.specs.moe import ExpertSpec
 
 FORM = ExpertForm.of(ExpertSpec(4), 4, None, torch.float32, 32)
 LAYERS, EXPERTS, TOP_K = 3, 24, 2
+NAN = b"\xff" * 64
 
 
 class GatedTier:
@@ -104,13 +105,13 @@ def test_right_guesses_are_hits_and_wrong_ones_are_counted(model: Model) -> None
     assert sorted(model.tiers[1].loads)[:2] == [2, 3] and 4 in model.tiers[2].loads
 
 
-def test_wrong_guesses_that_wait_are_not_read() -> None:
+def test_m15_wrong_guesses_that_wait_are_not_read_and_leave_poison() -> None:
     """Two reads are under way and stand still; of the guesses behind them the wrong ones are taken
-    back when the layer asks. Oracle: the loads."""
+    back when the layer asks. Oracle: the loads; and NaN in every slot that nobody has."""
     store = ExpertStore("disk", timeout_s=10.0)
     tiers = [GatedTier(), GatedTier()]
     layers = [store.add(tier, EXPERTS, 5) for tier in tiers]
-    store.resize([20])
+    store.resize([20], poison=True)
     prefetch, pool = Always(store), store._layers[0].pool
     store.prefetch = prefetch
     layers[1].likely([5, 6, 7, 8, 9])
@@ -132,6 +133,7 @@ def test_wrong_guesses_that_wait_are_not_read() -> None:
     assert sorted(tiers[1].loads) == [5, 6, 8]
     assert {slot.key for slot in pool.slots()} == {(0, 0), (1, 5), (1, 6), (1, 8)}
     assert (store.counts.prefetched, store.counts.prefetched_used) == (5, 2)
+    assert len(pool._free) == 16 and {bytes(slot.memory[:64]) for slot in pool._free} == {NAN}
     store.close()
 
 
