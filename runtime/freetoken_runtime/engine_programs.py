@@ -112,6 +112,11 @@ class Programs(RuleBasedStateMachine):
         self.database.close()
         self.stack.close()
 
+    @property
+    def moves(self) -> bool:
+        """Whether memory moves between states and slots of experts."""
+        return self.engine.stats().experts.slots > 0 and self.config.expert_slots is None
+
     # -- oracles
 
     def check_gold(self, ids: Ids) -> None:
@@ -222,8 +227,12 @@ class Programs(RuleBasedStateMachine):
     def evict(self) -> None:
         stats = self.engine.stats()
         least = 64 * self.model.spec.bytes_per_token()
+        if self.moves:  # slots give way first
+            least += 8 * stats.experts.slot_bytes // stats.experts.slots - stats.experts.slot_bytes
         self.engine.set_budget(ram_bytes=stats.weights_bytes + stats.working_bytes + least)
-        assert self.engine.stats().state_bytes <= least
+        stats = self.engine.stats()
+        assert stats.state_bytes <= stats.state_limit_bytes
+        assert self.moves or stats.state_limit_bytes == least
         self.engine.set_budget(ram_bytes=1 << 30)
         if self.engine.stats().resident_paths == 0:
             self.ledger.written()
@@ -231,6 +240,29 @@ class Programs(RuleBasedStateMachine):
         else:  # a short path fits into the smallest budget
             self.engine.flush()
             self.ledger.written()
+
+    @rule(data=st.data(), tokens=st.integers(0, 800))
+    def budget(self, data: st.DataObject, tokens: int) -> None:
+        """Less memory, with room for the states that are there and a few more in the part planned
+        for them: nothing known is lost, whatever slots of experts do; a head is asked; then there
+        is more again."""
+        before = self.engine.stats()
+        slots, anchors = before.experts, sum(s.bytes_per_anchor() for s in self.model.spec.states())
+        # Twice: anchors may take half of it.
+        room = 2 * before.state_bytes + 2 * (2048 + tokens) * self.model.spec.bytes_per_token()
+        room += 2 * 40 * anchors
+        if self.moves:  # of what is left, a quarter is theirs
+            room = 4 * room + 8 * slots.slot_bytes // slots.slots - slots.slot_bytes
+        needed = before.weights_bytes + before.working_bytes + room
+        known = {head: self.ledger.reused(head) for head in self.heads}
+        self.engine.set_budget(ram_bytes=needed)
+        assert {head: self.engine.plan(head).reused_tokens for head in known} == known
+        self.check_gold(self.heads[self.head(data)])
+        stats = self.engine.stats()
+        used = stats.weights_bytes + stats.working_bytes + stats.state_bytes
+        assert used <= stats.ram_budget_bytes == needed
+        assert stats.evicted_paths == before.evicted_paths
+        self.engine.set_budget(ram_bytes=1 << 30)
 
     @rule()
     def flush(self) -> None:

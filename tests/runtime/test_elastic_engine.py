@@ -184,7 +184,7 @@ def test_what_fits_into_the_planned_part_is_never_lost(engines: Engines) -> None
 
 @settings(deadline=None, max_examples=8)
 @given(
-    st.lists(
+    steps=st.lists(
         st.tuples(
             st.sampled_from(["grow", "fork", "budget", "decode", "forget", "pin"]),
             st.integers(0, 3),
