@@ -191,7 +191,7 @@ def test_m18_a_pass_fetches_an_expert_once(
             assert len(keys) == len(set(keys)), (streams, keys)
 
 
-def test_a_short_suffix_moves_only_what_it_routes_to(
+def test_m18_a_short_suffix_moves_only_what_it_routes_to(
     folder: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: what the routers chose. Ten rows are no reason to stream layers, even with room."""

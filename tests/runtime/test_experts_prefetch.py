@@ -232,6 +232,14 @@ def test_wrong_guesses_end_a_trial_at_once_and_stop_what_had_begun(model: Model)
     assert prefetch.active(1)
 
 
+def test_m18_a_suffix_of_ten_rows_makes_no_guesses(model: Model) -> None:
+    """Oracle: the count of guesses, even from a guesser that always would."""
+    model.layers[1].likely([10, 11])
+    for served in model.layers[0].serve([Demand(0, 10), Demand(1, 10)], 10):
+        served.release()
+    assert model.store.counts.prefetched == 0 and not Prefetch(model.store._supply).active(10)
+
+
 def test_layers_in_memory_are_not_guessed_at() -> None:
     """Oracle: the store's own answers, where one layer's experts lie in RAM."""
     store = ExpertStore("ram")

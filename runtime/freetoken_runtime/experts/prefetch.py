@@ -20,6 +20,7 @@ from .supply import FETCH_THREADS, Supply
 from .trials import Trials, TrialSettings
 
 _MEMORY = 0.98  # weight of the past at each guess
+MOST_ROWS = 8  # of a pass that guesses: those that decode; a suffix reads what it chooses, no more
 _ENOUGH = 8  # guesses that tell whether they pay
 
 
@@ -60,7 +61,7 @@ class Prefetch:
 
     def active(self, rows: int) -> bool:
         """Whether the next pass over so many rows guesses."""
-        return self._of(rows).way == "other"
+        return rows <= MOST_ROWS and self._of(rows).way == "other"
 
     def likely(self, layer: int, experts: Sequence[int]) -> None:
         """What a layer will probably choose, the likeliest first."""

@@ -25,7 +25,7 @@ from ..reports import ExpertStats, Offload
 from .fetch import Disk, Fetcher, unfinished
 from .passes import Pass, PassPlan
 from .placement import PlacementPolicy
-from .prefetch import Prefetch
+from .prefetch import MOST_ROWS, Prefetch
 from .rates import ExpertRates
 from .slots import SCRATCHES, SlotPool
 from .step import Judge, Step
@@ -210,7 +210,8 @@ class ExpertStore:
         if self.streams and self._layers[number].coverage(rows) >= STREAMED_COVERAGE:
             return PassPlan(streams=True)
         placement = self.placement
-        prefetch = self.prefetch if placement is None else None
+        guesses = placement is None and rows <= MOST_ROWS
+        prefetch = self.prefetch if guesses else None
         judges: list[Judge] = [judge for judge in (placement, prefetch) if judge is not None]
         step = Step(judges, rows, last=len(self._layers) - 1) if judges else None
         return PassPlan(step=step, placement=placement, prefetch=prefetch)
