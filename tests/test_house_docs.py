@@ -155,7 +155,7 @@ def test_every_command_is_documented() -> None:
 
 # What the layers above call on a session or model; users do not.
 INTERNAL = {
-    "Session": {"begin_generation", "history_thinking", "restore_pins"},
+    "Session": {"begin_generation", "begin_run", "history_thinking", "restore_pins"},
     "Store": {"create_with", "models"},
     "LocalModel": set(dir(Model)) | {"engine"},
 }
