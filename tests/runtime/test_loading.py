@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """What loading tells and decides, whatever the weights are stored as."""
 
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from freetoken_runtime.config import EngineConfig, Host, resolve
 from freetoken_runtime.conversion import convert
 from freetoken_runtime.engine import Engine
 from freetoken_runtime.errors import InvalidConfig
+from freetoken_runtime.experts.choice import own_form
+from freetoken_runtime.experts.fetch import Disk
+from freetoken_runtime.experts.records import ExpertForm
+from freetoken_runtime.experts.tiers import RecordExperts
+from freetoken_runtime.ftw_weights import FtwFolder
 from freetoken_runtime.gguf_builder import build_gguf
 from freetoken_runtime.random_weights import random_model
+from freetoken_runtime.specs.moe import MoeSpec
 from freetoken_runtime.testing import build_checkpoint
 from freetoken_runtime.weight_source import Quant
 from freetoken_runtime.weights import LoadedModel, load, open_source
+from freetoken_storage.weights_direct import AlignedBuffer
 
 HOST = Host(cores=2, memory_bytes=4 << 30, threads=1)
 
@@ -88,3 +100,51 @@ def test_m20_chunks_in_range_compute_the_same(chunk: int, folder: Path) -> None:
             found.append(engine.logits(ids, reuse=False))
     wanted, got = found
     assert (got - wanted).abs().max() <= 1e-4 * (wanted.max() - wanted.min())
+
+
+WITHOUT_CUDA = """
+import sys
+from pathlib import Path
+import torch
+from freetoken_runtime import Engine, EngineConfig, SamplingParams
+for folder in sys.argv[1:]:
+    for level in ("none", "ram", "disk"):
+        config = EngineConfig(threads=1, ram_budget_bytes=256 << 20, offload=level)
+        with Engine.load(Path(folder), config) as engine:
+            tokens = [x.id for x in engine.generate(range(3, 40), SamplingParams(max_tokens=3))]
+            print(*tokens)
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_m30_everything_computes_without_cuda(folder: Path) -> None:
+    """Every place of the experts, quantised or not, in a process that sees no device. Oracle: the
+    same tokens from every place."""
+    command = [sys.executable, "-c", WITHOUT_CUDA, str(folder / "hf"), str(folder / "int4")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6 and all(len(line.split()) == 3 for line in lines)
+    assert len(set(lines[:3])) == len(set(lines[3:])) == 1
+
+
+def test_m27_experts_from_the_disk_take_no_page_faults(folder: Path) -> None:
+    """Records read into one slot, 400 times: the slot's pages and the reader's are touched in the
+    first round. Oracle: the kernel's count."""
+    source = FtwFolder(folder / "int4")
+    source.check()
+    mixture = source.spec.layers[1].feed_forward
+    assert isinstance(mixture, MoeSpec)
+    plain = ExpertForm.of(mixture.expert, source.spec.hidden_size, "int4", torch.float32, 32)
+    disk, at = Disk(), "layers.1.experts."
+    tier = RecordExperts(own_form(plain, source, at), source, at, disk)
+    memory = AlignedBuffer(source.file.extent(f"{at}0").room).view
+    experts = range(mixture.router.num_experts)
+    for expert in experts:
+        tier.load(expert, memory)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for number in range(400):
+        tier.load(experts[number % len(experts)], memory)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 200
+    disk.close()
