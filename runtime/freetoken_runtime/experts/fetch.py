@@ -7,14 +7,11 @@ They keep no team of compute threads: see `contention`.
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from threading import Barrier, Lock
 
 import torch
 
 from freetoken_storage.weights_direct import DirectReader
-
-from ..errors import WeightsTimeout
 
 SWITCH_S = 1e-4
 
@@ -85,21 +82,6 @@ class Disk:
 def unfinished(jobs: Iterable[Future[None] | None]) -> list[Future[None]]:
     """Those to wait for. One that was cancelled is done, but nobody ever tells those who wait."""
     return [job for job in jobs if job is not None and not job.done()]
-
-
-def finished(job: Future[None], timeout_s: float) -> None:
-    """Wait for a job and raise what it raised. WeightsTimeout if it is not done in time; it may
-    still be going on then."""
-    try:
-        job.result(timeout_s)
-    except FutureTimeout as error:
-        if job.done():
-            raise
-        raise WeightsTimeout(
-            "an expert did not arrive from the disk",
-            value=f"{timeout_s} s",
-            remedy="check the disk; the request can be repeated",
-        ) from error
 
 
 def _started(threads: int) -> ThreadPoolExecutor:

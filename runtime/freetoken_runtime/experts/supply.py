@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from ..errors import WeightsTimeout
 from ..reports import Offload
-from .fetch import Fetcher, finished
+from .fetch import Fetcher
 from .slots import Key, Slot, SlotPool
 from .tally import Tally
 from .tiers import DirectTier, Tier
@@ -72,7 +72,7 @@ class Supply:
         if not slot.filling.done():
             return False
         try:
-            finished(slot.filling, 0.0)
+            slot.filling.result()
         except BaseException:
             pool.drop(slot)
             raise
