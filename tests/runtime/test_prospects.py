@@ -2,6 +2,7 @@
 """What a machine of given speeds allows for a model. Oracles: the formulas worked out here by hand,
 and what an engine of the same budget really does with its memory."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from freetoken_runtime import Engine, EngineConfig
+from freetoken_runtime.bench.offload_model import shapes
 from freetoken_runtime.bench.speeds import Speed, measure_kernel, measure_reads, scratch_file
 from freetoken_runtime.config import Host, Quant, ResolvedConfig, read_host, resolve
 from freetoken_runtime.errors import BudgetTooSmall
@@ -217,3 +219,24 @@ def test_the_kernel_is_measured_with_an_expert_of_the_model() -> None:
     layers = tuple(replace(layer, feed_forward=MlpSpec(640)) for layer in spec.layers)
     assert probed_expert(replace(spec, layers=layers)) == (ExpertSpec(640), HIDDEN)
     assert form_of(ExpertSpec(INNER), HIDDEN, config(1 << 30)).layout.size_bytes == EXPERT_BYTES
+
+
+def test_the_worked_example_of_the_page_on_offloading() -> None:
+    """Oracle: the page's own table, with the speeds that it names."""
+    page = (Path(__file__).parents[2] / "docs" / "offload.md").read_text()
+    rows = re.findall(
+        r"^\| (\d+) GiB \| ([\d,]+) \| ([\d,]+) tokens \| (\d+) % \|(.*)\|$", page, re.M
+    )
+    assert len(rows) == 4 and "reads 30 GB/s" in page and "disk 3.2 GB/s" in page
+    spec = replace(shapes(48, 128), vocab_size=151_936)
+    for budget, slots, tokens, even, speeds in rows:
+        asked = EngineConfig(ram_budget_bytes=int(budget) << 30, quant="int4", threads=2)
+        settings = resolve(asked, Host(cores=2, memory_bytes=32 << 30, threads=None))
+        found = prospect(spec, settings, "disk", Speeds(30e9, 3.2e9, 320e9), (0.6, 0.9))
+        assert found.plan is not None and found.slots == int(slots.replace(",", ""))
+        held = found.plan.states_bytes // found.plan.token_bytes
+        assert held == int(tokens.replace(",", ""))
+        assert round(100 * found.even_hit_rate) == int(even)
+        paces = {pace.hit_rate: pace.tokens_per_s for pace in found.paces}
+        wanted = [paces[rate] for rate in (found.even_hit_rate, 0.6, 0.9)]
+        assert [f"{pace:.1f}" for pace in wanted] == speeds.replace(" ", "").split("|"), budget

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from freetoken_storage.weights import RECORD_ALIGNMENT
-from freetoken_storage.weights_direct import AlignedBuffer, Extent, Pending
+from freetoken_storage.weights_direct import Buffers, Extent, Pending
 
 from ..experts.fetch import Disk
 from ..experts.records import ExpertForm
@@ -114,7 +114,8 @@ def measure_reads(files: Sequence[Path], record_bytes: int) -> ReadSpeed | None:
     disk = Disk()
     try:
         reader = disk.reader()
-        free = [AlignedBuffer(record_bytes + RECORD_ALIGNMENT).view for _ in range(FETCH_THREADS)]
+        buffers = Buffers(record_bytes + RECORD_ALIGNMENT)  # as slots are
+        free = [buffers.take() for _ in range(FETCH_THREADS)]
 
         def round_trip() -> float:
             """Bytes per second."""
@@ -155,7 +156,8 @@ def scratch_file(folder: Path, size_bytes: int = _COLD_BYTES) -> Iterator[Path]:
 
 def _experts(form: ExpertForm, count: int) -> list[Expert]:
     """One that is filled, and copies of it elsewhere in memory."""
-    memories = [AlignedBuffer(form.layout.size_bytes).view for _ in range(count)]
+    buffers = Buffers(form.layout.size_bytes)  # as slots are
+    memories = [buffers.take() for _ in range(count)]
     shapes = dict(form.spec.parameter_shapes(form.width))
     form.fill(memories[0], lambda name: torch.randn(shapes[name]) * 0.02)
     for memory in memories[1:]:
