@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
 from freetoken_runtime.batch import Form
 from freetoken_runtime.device.accelerator import HostAccelerator, Mark
 from freetoken_runtime.device.mixture import DeviceExperts
@@ -70,7 +68,7 @@ class WatchedExperts(DeviceExperts):
 
     def _copy_records(self, slots: Sequence[DeviceSlot], size: int) -> None:
         for slot in slots:
-            self._touch(slot, writes=True)
+            self.touch(slot, writes=True)
         super()._copy_records(slots, size)
 
     def _launch(self, work: Any, slots: Sequence[DeviceSlot]) -> None:
@@ -79,9 +77,9 @@ class WatchedExperts(DeviceExperts):
         super()._launch(work, slots)
         assert before == [slot.key for slot in slots]
         for slot in slots:
-            self._touch(slot, writes=False)
+            self.touch(slot, writes=False)
 
-    def _touch(self, slot: DeviceSlot, *, writes: bool) -> None:
+    def touch(self, slot: DeviceSlot, *, writes: bool) -> None:
         clock = self.watched.clocks[self.watched.stream]
         now = clock.get(self.watched.stream, 0) + (1 if writes else 0)
         known = self.accesses.setdefault(slot.address, [])
@@ -124,7 +122,11 @@ def _races(
         for layer in range(shape.layers):
             x, routed = rows_of(shape, rows, step), routes(shape, rows, 5 * step + layer)
             experts.mix(layer, x, routed, whole(rows, Form.MANY if rows > 4 else Form.FEW))
-        torch.manual_seed(step)
+        clocked.tick()
+        for key in room.keys():  # as a graph does that finds experts through the table
+            slot = room.find(key)
+            assert slot is not None
+            experts.touch(slot, writes=False)
     return experts.races
 
 

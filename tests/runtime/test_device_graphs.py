@@ -66,15 +66,14 @@ def test_each_shape_has_its_graphs_and_the_oldest_go() -> None:
     """Oracle: counts of captures; a shape that went begins again with a plain step."""
     device = Recording()
     graphs, steps = StepGraphs(device, kept_shapes=2), Steps(device)
-    for shape in (1, 1, 2, 2, 1, 2):
+    for shape in (1, 1, 2, 2, 1):
         graphs.run(shape, steps.parts, [steps.x])
     assert graphs.captures == 2
-    graphs.run(3, steps.parts, [steps.x])  # 1 goes, as 2 was used last
+    graphs.run(3, steps.parts, [steps.x])  # 2 goes, as 1 was used last
+    graphs.run(1, steps.parts, [steps.x])
     graphs.run(2, steps.parts, [steps.x])
     assert graphs.captures == 2
-    graphs.run(1, steps.parts, [steps.x])
-    assert graphs.captures == 2
-    graphs.run(1, steps.parts, [steps.x])
+    graphs.run(2, steps.parts, [steps.x])
     assert graphs.captures == 3
 
 
