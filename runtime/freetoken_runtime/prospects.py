@@ -10,7 +10,7 @@ B_ram being what the one-row kernel reads of weights that lie in no cache. Overl
 everything else (attention, sampling, Python) slower; it is a measure, not a promise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -26,7 +26,7 @@ from .plan import MemoryPlan, SlotDemand, plan_memory, weights_estimate
 from .reports import Offload
 from .spec import ModelSpec
 from .specs.mlp import MlpSpec
-from .specs.moe import ExpertSpec, MoeSpec
+from .specs.moe import ExpertSpec, MoeSpec, RouterSpec
 from .weights import INT4_GROUP
 
 
@@ -97,9 +97,13 @@ def probed_expert(spec: ModelSpec) -> tuple[ExpertSpec, int]:
     parts = [layer.feed_forward for layer in spec.layers if layer.feed_forward is not None]
     for part in parts:
         if isinstance(part, MoeSpec):
-            return part.expert, spec.hidden_size if part.latent is None else part.latent.size
+            return part.expert, _width(part, spec)
     inner = next((x.intermediate_size for x in parts if isinstance(x, MlpSpec)), spec.hidden_size)
     return ExpertSpec(inner), spec.hidden_size
+
+
+def _width(part: MoeSpec, spec: ModelSpec) -> int:
+    return spec.hidden_size if part.latent is None else part.latent.size
 
 
 def form_of(expert: ExpertSpec, width: int, config: ResolvedConfig) -> ExpertForm:
@@ -109,20 +113,18 @@ def form_of(expert: ExpertSpec, width: int, config: ResolvedConfig) -> ExpertFor
 
 
 def needs_of(spec: ModelSpec, config: ResolvedConfig) -> Needs:
-    token_experts = experts_bytes = experts = flops = 0
+    flops = 0
     for layer in spec.layers:
         for name, shape in layer.parameter_shapes(spec.hidden_size).items():
             if len(shape) == 2 and not name.startswith("experts."):
-                flops += 2 * shape[0] * shape[1]
-        part = layer.feed_forward
-        if isinstance(part, MoeSpec):
-            width = spec.hidden_size if part.latent is None else part.latent.size
-            size = form_of(part.expert, width, config).layout.size_bytes
-            token_experts += part.router.top_k * size
-            experts_bytes += part.router.num_experts * size
-            experts += part.router.num_experts
-            shapes = [x for _, x in part.expert.parameter_shapes(width) if len(x) == 2]
-            flops += part.router.top_k * sum(2 * rows * inputs for rows, inputs in shapes)
+                flops += 2 * prod(shape)
+    token_experts = experts_bytes = experts = 0
+    for router, form in _mixtures(spec, config):
+        token_experts += router.top_k * form.layout.size_bytes
+        experts_bytes += router.num_experts * form.layout.size_bytes
+        experts += router.num_experts
+        shapes = [shape for _, shape in form.spec.parameter_shapes(form.width)]
+        flops += router.top_k * sum(2 * prod(shape) for shape in shapes if len(shape) == 2)
     dense = weights_estimate(spec, config, experts=False)
     if not spec.tied_head:
         dense -= 4 * spec.vocab_size * spec.hidden_size  # a table of which a token reads one row
@@ -132,18 +134,21 @@ def needs_of(spec: ModelSpec, config: ResolvedConfig) -> Needs:
 def demands_of(spec: ModelSpec, config: ResolvedConfig) -> tuple[SlotDemand, ...]:
     """The pools of slots that an engine would have."""
     pools: dict[ExpertForm, tuple[int, int]] = {}
-    for layer in spec.layers:
-        part = layer.feed_forward
-        if isinstance(part, MoeSpec):
-            width = spec.hidden_size if part.latent is None else part.latent.size
-            form = form_of(part.expert, width, config)
-            experts, least = pools.get(form, (0, 0))
-            router = part.router
-            pools[form] = (experts + router.num_experts, max(least, router.top_k))
+    for router, form in _mixtures(spec, config):
+        experts, least = pools.get(form, (0, 0))
+        pools[form] = (experts + router.num_experts, max(least, router.top_k))
     return tuple(
         SlotDemand(aligned(form.layout.size_bytes, RECORD_ALIGNMENT), experts, least)
         for form, (experts, least) in pools.items()
     )
+
+
+def _mixtures(spec: ModelSpec, config: ResolvedConfig) -> Iterator[tuple[RouterSpec, ExpertForm]]:
+    """Of each layer that has experts."""
+    for layer in spec.layers:
+        part = layer.feed_forward
+        if isinstance(part, MoeSpec):
+            yield part.router, form_of(part.expert, _width(part, spec), config)
 
 
 def prospect(
@@ -168,8 +173,7 @@ def prospect(
         return Prospect(level, config.quant, None, str(error), needs, 0.0, (), 0.0)
     even = 1.0
     if offloaded:
-        slots = sum(plan.slots)
-        even = min(1.0, slots / needs.experts)
+        even = min(1.0, sum(plan.slots) / needs.experts)
     rates = sorted({even, *(rate for rate in hit_rates if offloaded), 1.0})
     paces = tuple(_pace(needs, speeds, rate) for rate in rates)
     prompt_rate = _prompt_rate(needs, speeds, even, config.prefill_chunk)
