@@ -135,8 +135,8 @@ def test_slots_and_states_share_as_well_as_can_be(advantage: float) -> None:
 @settings(deadline=None, max_examples=200)
 @given(POOLS, st.integers(1, 40), st.floats(0, 60))
 def test_giving_takes_what_saves_least(pools: list[PoolValue], wanted: int, worth: float) -> None:
-    """Oracle: every division that frees as much: none of them saves more, an item aside; and
-    nothing goes that saves more per byte than it would where it is wanted."""
+    """Oracle: every division that frees as much: none of them saves more, one slot aside where
+    slots differ in size; and nothing goes that saves more per byte than where it is wanted."""
     counts = give(pools, wanted, worth)
     after = [replace(pool, count=n) for pool, n in zip(pools, counts, strict=True)]
     freed = bytes_of(pools) - bytes_of(after)
@@ -152,7 +152,8 @@ def test_giving_takes_what_saves_least(pools: list[PoolValue], wanted: int, wort
         and all(a.count <= b.count for a, b in zip(d, pools, strict=True))
     ]
     item = max([x.at(n + 1) - x.at(n) for x in pools for n in range(x.least, x.most)] or [0.0])
-    assert saved(after) >= max(map(saved, same)) - item
+    slack = item if len({pool.slot_bytes for pool in pools}) > 1 else 0.0
+    assert saved(after) >= max(map(saved, same)) - slack - 1e-6
     if worth > 50.0 and bytes_of(pools) - sum(x.least * x.slot_bytes for x in pools) >= wanted:
         assert freed >= wanted
 
