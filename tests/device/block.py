@@ -17,7 +17,7 @@ import torch
 from freetoken_runtime.batch import Form, RowGroup
 from freetoken_runtime.device.accelerator import Accelerator, CudaAccelerator, HostAccelerator
 from freetoken_runtime.device.host_records import HostRecords
-from freetoken_runtime.device.mixture import DeviceExperts
+from freetoken_runtime.device.mixture import DeviceExperts, Serving
 from freetoken_runtime.device.slots import DeviceSlots
 from freetoken_runtime.experts.records import ExpertForm
 from freetoken_runtime.layers.routing import Routes
@@ -127,7 +127,7 @@ def device_experts(
         place.accelerator, records.record_bytes, len(records), records.num_experts, per_chunk
     )
     room.resize(slots * records.record_bytes)
-    return DeviceExperts(place.accelerator, records, room, **settings)
+    return DeviceExperts(place.accelerator, records, room, Serving(**settings))
 
 
 def generator(seed: int) -> torch.Generator:

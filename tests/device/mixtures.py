@@ -11,7 +11,7 @@ import torch
 from freetoken_runtime import Engine, EngineConfig
 from freetoken_runtime.batch import Form, RowGroup
 from freetoken_runtime.config import read_host, resolve
-from freetoken_runtime.device.mixture import DeviceExperts
+from freetoken_runtime.device.mixture import DeviceExperts, Serving
 from freetoken_runtime.device.model import DeviceSettings, load_on_device
 from freetoken_runtime.kernels.experts.workers import Workers
 from freetoken_runtime.random_weights import RandomWeights, random_model
@@ -98,20 +98,20 @@ def _model(place: Place, report: Report) -> None:
         finally:
             engine.close()
 
-    def on_device(**settings: Any) -> torch.Tensor:
+    def on_device(budget_bytes: int, **serving: Any) -> torch.Tensor:
         source = RandomWeights(spec, 1)
         source.check()
-        settings = {"slots_per_chunk": 2, **settings}
-        made = load_on_device(source, place.accelerator, DeviceSettings(**settings))
+        settings = DeviceSettings(budget_bytes, slots_per_chunk=2, serving=Serving(**serving))
+        made = load_on_device(source, place.accelerator, settings)
         return logits(replace(made.model, content_hash="random-1"))
 
-    resident = on_device(budget_bytes=1 << 24)
+    resident = on_device(1 << 24)
     few = 4 * 28672
-    offloaded = on_device(budget_bytes=few, streams=False)
+    offloaded = on_device(few, streams=False)
     report.check("model offloaded: same bits", torch.equal(offloaded, resident))
     span = float(resident.max() - resident.min())
     others = {
-        "hybrid": on_device(budget_bytes=few, policy=FixedSplit(1), streams=False),
+        "hybrid": on_device(few, policy=FixedSplit(1), streams=False),
         "on the CPU": logits(random_model(spec, 1)),
     }
     for name, made in others.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from freetoken_runtime.batch import Form
 from freetoken_runtime.device.accelerator import HostAccelerator, Mark
-from freetoken_runtime.device.mixture import DeviceExperts
+from freetoken_runtime.device.mixture import DeviceExperts, Serving
 from freetoken_runtime.device.slots import DeviceSlot, DeviceSlots
 
 from .block import Place, Report, Shape, host_records, routes, rows_of, whole
@@ -116,7 +116,7 @@ def _races(
     records = host_records(Place(clocked, True), shape, "float32")
     room = DeviceSlots(clocked, records.record_bytes, shape.layers, shape.experts, 1)
     room.resize(slots * records.record_bytes)
-    experts = WatchedExperts(clocked, records, room, policy, streams=streams)
+    experts = WatchedExperts(clocked, records, room, Serving(policy, streams=streams))
     experts.watched, experts.accesses, experts.races = clocked, {}, []
     for step, rows in enumerate((1, 12, 2)):
         for layer in range(shape.layers):

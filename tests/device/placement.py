@@ -3,6 +3,7 @@
 there is, each of them run."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from statistics import median
 
 from freetoken_runtime.batch import Form
@@ -43,8 +44,9 @@ def placement(place: Place, report: Report) -> None:
         experts = device_experts(place, records, shape.experts, streams=False)
         rates, times = ExpertRates(), []
         for fetched in range(shape.top_k + 1):
-            experts.policy = policy = FixedSplit(fetched)
+            policy = FixedSplit(fetched)
             policy.rates = rates
+            experts.serving = replace(experts.serving, policy=policy)
             times.append(_time(place, experts, shape))
         ones = [1] * shape.top_k
         costs = rates.beside()
@@ -52,7 +54,7 @@ def placement(place: Place, report: Report) -> None:
         count = len(chosen.fetched)
         report.note(f"{form}: seconds by experts fetched", times)
         report.note(f"{form}: predicted", {"fetched": count, "seconds": chosen.predicted_s})
-        report.note(f"{form}: B_p, GB/s", 1e-9 / costs.link_s_per_byte)
+        report.note(f"{form}: rates", asdict(costs))
         ratio = times[count] / min(times)
         report.check(f"{form}: over the best", place.interpreted or ratio <= _WITHIN, ratio)
 

@@ -34,6 +34,18 @@ ROWS_PER_TILE = {Form.FEW: 16, Form.MANY: 64}
 
 
 @dataclass(frozen=True)
+class Serving:
+    """How experts are served. `policy`: None fetches all that is missing. `workers`: who computes
+    what is left on the CPU. `gathers`: copy by a kernel instead of the copy engine. `streams`:
+    whether long passes fetch ahead."""
+
+    policy: PlacementPolicy | None = None
+    workers: Workers = field(default_factory=Workers)
+    gathers: bool = False
+    streams: bool = True
+
+
+@dataclass(frozen=True)
 class DeviceCounts:
     """Since the start: experts that a layer wanted and that had a slot or not; of the latter those
     fetched and those computed on the CPU; those fetched ahead; launches of the kernels."""
@@ -66,29 +78,19 @@ class _Pass:
 
 
 class DeviceExperts:
-    """Serves layer by layer in each pass, on the owner thread. `counts` is replaced, not changed.
-
-    `policy`: None fetches all that is missing. `workers`: who computes what is left; by default the
-    asking thread. `gathers`: copy by a kernel instead of the copy engine. `streams`: whether long
-    passes fetch ahead."""
+    """Serves layer by layer in each pass, on the owner thread. `counts` is replaced, not changed;
+    `serving` may be replaced between two passes."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         records: HostRecords,
         slots: DeviceSlots,
-        policy: PlacementPolicy | None = None,
-        *,
-        workers: Workers | None = None,
-        gathers: bool = False,
-        streams: bool = True,
+        serving: Serving | None = None,
     ) -> None:
-        self.workers = workers or Workers()
         self.records = records
         self.slots = slots
-        self.policy = policy
-        self.gathers = gathers
-        self.streams = streams
+        self.serving = serving or Serving()
         self.counts = DeviceCounts()
         self._accelerator = accelerator
         self._record = record_of(records.form)
@@ -175,10 +177,10 @@ class DeviceExperts:
         going = self._pass
         if going is None or layer <= going.layer:
             self._end_pass()
-            streams = self.streams and self.coverage(rows, top_k) >= STREAMED_COVERAGE
+            streams = self.serving.streams and self.coverage(rows, top_k) >= STREAMED_COVERAGE
             going = self._pass = _Pass(streams, self._accelerator.mark())
-            if self.policy is not None and not streams:
-                self.policy.begin_step(rows)
+            if self.serving.policy is not None and not streams:
+                self.serving.policy.begin_step(rows)
                 going.splits = True
         going.layer = layer
         self._report(going)
@@ -192,15 +194,15 @@ class DeviceExperts:
         self.slots.demand = going.wanted
         for slot in going.ahead:
             slot.held = False
-        if self.policy is not None and going.splits and going.pairs:
-            self.policy.end_step(going.ended_s - going.start.at_s, going.pairs)
+        if self.serving.policy is not None and going.splits and going.pairs:
+            self.serving.policy.end_step(going.ended_s - going.start.at_s, going.pairs)
 
     def _report(self, going: _Pass) -> None:
         """Tell the policy how long the last layer's copies took: they are done by now, or soon."""
-        if self.policy is not None and going.splits and going.copied is not None:
+        if self.serving.policy is not None and going.splits and going.copied is not None:
             experts, begin, end = going.copied
             seconds = self._accelerator.seconds(begin, end)
-            self.policy.fetched(experts, self.records.record_bytes, seconds)
+            self.serving.policy.fetched(experts, self.records.record_bytes, seconds)
         going.copied = None
 
     def _ask(self, going: _Pass, wanted: Sequence[int]) -> tuple[list[DeviceSlot], list[int]]:
@@ -223,9 +225,9 @@ class DeviceExperts:
     def _split(
         self, going: _Pass, missing: list[int], rows: list[int]
     ) -> tuple[list[int], list[int]]:
-        if self.policy is None or not going.splits or not missing:
+        if self.serving.policy is None or not going.splits or not missing:
             return missing, []
-        made = self.policy.split(rows, self.records.record_bytes)
+        made = self.serving.policy.split(rows, self.records.record_bytes)
         return [missing[i] for i in made.fetched], [missing[i] for i in made.computed]
 
     def _serve(
@@ -317,7 +319,7 @@ class DeviceExperts:
 
     def _copy_records(self, slots: Sequence[DeviceSlot], size: int) -> None:
         sources = [self.records.bytes_of(*slot.key) for slot in slots if slot.key is not None]
-        if self.gathers:
+        if self.serving.gathers:
             from ..kernels.record_copy import triton as kernel
 
             pairs = [[s.data_ptr(), t.address] for s, t in zip(sources, slots, strict=True)]
@@ -350,7 +352,7 @@ class DeviceExperts:
         self, work: "_Work", x: torch.Tensor, chosen: torch.Tensor, experts: Sequence[int]
     ) -> None:
         """Compute experts on the CPU from where they lie, while the device does its part."""
-        assert self._pass is not None and self.policy is not None
+        assert self._pass is not None and self.serving.policy is not None
         begun, flat, per_row = time.perf_counter(), chosen.reshape(-1), chosen.shape[1]
         pairs_of = [(flat == number).nonzero()[:, 0] for number in experts]
         every = torch.cat(pairs_of)
@@ -367,12 +369,12 @@ class DeviceExperts:
                         Job(partial(_compute_rows, expert, x, mine, part.form, out), _stays)
                     )
                     start += len(mine)
-        self.workers.run(jobs)
+        self.serving.workers.run(jobs)
         upload = self._accelerator.upload
         work.out.index_copy_(0, upload(every), upload(made))
         rows_of = [len(pairs) for pairs in pairs_of]
         seconds = time.perf_counter() - begun
-        self.policy.computed(rows_of, self.records.record_bytes, seconds)
+        self.serving.policy.computed(rows_of, self.records.record_bytes, seconds)
         self.counts = replace(self.counts, computed=self.counts.computed + len(experts))
 
 

@@ -6,7 +6,7 @@ model, and with them its fingerprint, name the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +15,8 @@ import torch
 from ..batch import RowGroup
 from ..errors import UnsupportedConfig
 from ..experts.choice import disk_tier, has_experts, own_form
-from ..experts.placement import PlacementPolicy
 from ..experts.records import ExpertForm
 from ..ftw_weights import FtwFolder
-from ..kernels.experts.workers import Workers
 from ..layers.expert import Demand, Served
 from ..layers.moe import Moe
 from ..layers.routing import Routes
@@ -28,20 +26,17 @@ from ..weight_source import Quant, WeightSource
 from ..weights import INT4_GROUP, Builder, Dtype, LoadedModel, open_source, usable_quant
 from .accelerator import Accelerator
 from .host_records import HostRecords
-from .mixture import DeviceExperts
+from .mixture import DeviceExperts, Serving
 from .slots import DeviceSlots
 
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """`budget_bytes`: the device's memory for experts. The others: see `DeviceExperts`."""
+    """`budget_bytes`: the device's memory for experts, of which whole chunks are used."""
 
     budget_bytes: int
     slots_per_chunk: int = 16
-    policy: PlacementPolicy | None = None
-    workers: Workers | None = None
-    gathers: bool = False
-    streams: bool = True
+    serving: Serving = field(default_factory=Serving)
 
 
 @dataclass(frozen=True)
@@ -88,12 +83,7 @@ def load_on_device(
         slots_per_chunk=settings.slots_per_chunk,
     )
     slots.resize(settings.budget_bytes)
-    experts = DeviceExperts(
-        *(accelerator, records, slots, settings.policy),
-        workers=settings.workers,
-        gathers=settings.gathers,
-        streams=settings.streams,
-    )
+    experts = DeviceExperts(accelerator, records, slots, settings.serving)
     loaded = LoadedModel(
         decoder=Decoder(source.spec, _with_device(parts, experts)),
         spec=source.spec,
