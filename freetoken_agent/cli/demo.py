@@ -28,7 +28,7 @@ _DELTAS_BEFORE_THE_KILL = 5
 
 
 def demo_command(model: ModelName = "smollm2", json: Json = False) -> None:
-    """A conversation, an edit, a kill and a new process: with prices and times."""
+    """A conversation, an edit, a kill, a new process and an agent: with prices and times."""
     story = Story(model)
     with tempfile.TemporaryDirectory(prefix="freetoken-demo-") as folder:
         store, cold_store = Path(folder) / "store", Path(folder) / "cold"
@@ -36,14 +36,9 @@ def demo_command(model: ModelName = "smollm2", json: Json = False) -> None:
         shutil.copytree(store, cold_store, ignore=shutil.ignore_patterns("states"))
         story.play("continue", store)
         story.play("cold", cold_store)
+        story.play("agent", store)
     told = story.told
-    claim(
-        told["continued"]["text"] == told["cold"]["text"],
-        "the answer equals that of a cold prefill of the same tokens",
-        continued=told["continued"]["text"],
-        cold=told["cold"]["text"],
-    )
-    _say("  its answer is the same, token for token\n")
+    _say("")
     emit(told, _summary(told))
 
 
@@ -102,6 +97,22 @@ class Story:
             case "cold":
                 _say("[bold]and has the same tokens without any stored state[/]")
                 _answer(facts)
+                _check_same_answer(self.told["continued"], facts)
+            case _:
+                self._tell_agent(facts)
+
+    def _tell_agent(self, facts: Facts) -> None:
+        if facts["act"] == "agent":
+            _say(f"\n[bold]An agent[/]\n[cyan]user[/]    {facts['question']}")
+            for name, arguments in facts["calls"]:
+                said = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+                _say(f"[yellow]tool[/]    {name}({said})")
+            _answer(facts)
+            return
+        _say("[bold]The weather is corrected, in the middle of its run:[/]")
+        _say(f"[yellow]tool[/]    get_weather → {facts['result']}")
+        _answer(facts)
+        _say(f"  [dim]{facts['planned']} were planned[/]")
 
 
 @contextmanager
@@ -133,6 +144,16 @@ def _check_nothing_lost(before: Facts, after: Facts) -> None:
     _say(f"  all {len(after['segments'])} acknowledged segments are there, token for token")
 
 
+def _check_same_answer(continued: Facts, cold: Facts) -> None:
+    claim(
+        continued["text"] == cold["text"],
+        "the answer equals that of a cold prefill of the same tokens",
+        continued=continued["text"],
+        cold=cold["text"],
+    )
+    _say("  its answer is the same, token for token")
+
+
 def _answer(facts: Facts) -> None:
     _say("[green]model[/]   ", end="")
     _say(facts["text"].strip(), markup=False)
@@ -149,6 +170,8 @@ def _summary(told: dict[str, Facts]) -> Table:
         "second": "after the edit",
         "continued": "after the kill, new process",
         "cold": "the same, cold",
+        "agent": "an agent's run, three model calls",
+        "corrected": "after an edit in its middle",
     }
     for act, label in rows.items():
         facts = told[act]

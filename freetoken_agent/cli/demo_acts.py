@@ -10,16 +10,27 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
 from freetoken_agent.generate_options import GenerateKwargs
 from freetoken_storage.errors import FreetokenError
 
 if TYPE_CHECKING:
-    from freetoken_agent import LocalModel, Reply, ReusePlan, Session, Store
+    from freetoken_agent import (
+        LocalModel,
+        Reply,
+        Result,
+        ReusePlan,
+        RunContext,
+        Session,
+        StepRequest,
+        Store,
+    )
 
 SESSION = "trip"
 SYSTEM = "You are a helpful travel assistant."
@@ -27,8 +38,10 @@ QUESTION = "I fly to Oslo tomorrow. What should I pack?"
 WRONG = '{"forecast": "sunny, 24 degrees"}'
 RIGHT = '{"forecast": "heavy snow, -8 degrees"}'
 FOLLOW_UP = "And what do I need for the evening?"
+AGENT_QUESTION = "I fly to Oslo tomorrow. What should I pack, and where do I sleep?"
 # greedy; a small model would otherwise repeat the tool's own words
 ASK: GenerateKwargs = {"max_tokens": 40, "repetition_penalty": 1.1}
+Name = Annotated[str, Field(max_length=24)]
 
 
 class DemoFailed(FreetokenError):
@@ -82,6 +95,32 @@ def answered(reply: "Reply") -> dict[str, Any]:
         "prefilled": reply.usage.prefill_tokens,
         "ttft_s": reply.usage.ttft_s,
     }
+
+
+def ran(result: "Result[str]") -> dict[str, Any]:
+    return {
+        "text": result.output,
+        "reused": result.usage.reused_tokens,
+        "prefilled": result.usage.prefill_tokens,
+        "ttft_s": result.usage.ttft_s,
+    }
+
+
+def get_weather(city: Name) -> str:
+    """Tell the weather of tomorrow in a city."""
+    return WRONG
+
+
+def find_hotel(city: Name) -> str:
+    """Find a hotel in a city."""
+    return '{"hotel": "Grand Hotel", "price": "120 euros"}'
+
+
+def one_tool_after_another(context: "RunContext[None]", request: "StepRequest") -> "StepRequest":
+    """A model this small starts no call by itself: each tool is demanded once."""
+    called = {segment.tool for segment in context.session.find(kind="tool_call")}
+    missing = [name for name in ("get_weather", "find_hotel") if name not in called]
+    return replace(request, tool_choice=missing[0] if missing else "none")
 
 
 def act_edit(store: "Store", model: "LocalModel") -> None:
@@ -144,6 +183,39 @@ def act_continue(store: "Store", model: "LocalModel") -> None:
     tell("continued", source=plan.source, **answered(reply))
 
 
+def act_agent(store: "Store", model: "LocalModel") -> None:
+    """An agent that uses two tools, an edit of the first one's result, and the second answer."""
+    from freetoken_agent import Agent, Hooks
+
+    agent = Agent(
+        name="travel",
+        instructions=SYSTEM,
+        tools=[get_weather, find_hotel],
+        hooks=Hooks(before_model=one_tool_after_another),
+        sampling={**ASK, "parallel_tool_calls": False},
+    )
+    s = store.create("agent", model)
+    first = agent.run_sync(AGENT_QUESTION, session=s)
+    calls = [(call.tool, dict(call.arguments or {})) for call in s.find(kind="tool_call")]
+    claim([name for name, _ in calls] == ["get_weather", "find_hotel"], "two tools", calls=calls)
+    tell("agent", question=AGENT_QUESTION, calls=calls, steps=first.steps, **ran(first))
+
+    results = s.find(kind="tool_result")
+    with s.batch("correct the weather"):
+        s.rewind(to=results[-1])
+        price = s.replace(results[0], RIGHT, dry_run=True).plan
+        s.replace(results[0], RIGHT)
+    second = agent.run_sync(session=s)
+    claim(
+        (second.usage.prefill_tokens, second.usage.reused_tokens)
+        == (price.prefill_tokens, price.reused_tokens),
+        "the agent's second answer: predicted = paid",
+        predicted=price.prefill_tokens,
+        paid=second.usage.prefill_tokens,
+    )
+    tell("corrected", result=RIGHT, planned=price.prefill_tokens, **ran(second))
+
+
 def act_cold(store: "Store", model: "LocalModel") -> None:
     """The same ids without any stored state."""
     s = store.open(SESSION, model)
@@ -156,6 +228,7 @@ ACTS: dict[str, Callable[["Store", "LocalModel"], None]] = {
     "edit": act_edit,
     "continue": act_continue,
     "cold": act_cold,
+    "agent": act_agent,
 }
 
 

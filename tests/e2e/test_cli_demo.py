@@ -39,6 +39,10 @@ def test_the_story_and_its_figures(smollm2_path: Path) -> None:
     total = told["continued"]["reused"] + told["continued"]["prefilled"]
     assert total == told["cold"]["prefilled"]
     assert told["continued"]["text"] == told["cold"]["text"]
+    assert [name for name, _ in told["agent"]["calls"]] == ["get_weather", "find_hotel"]
+    assert told["agent"]["steps"] == 3
+    assert told["corrected"]["prefilled"] == told["corrected"]["planned"] < 150
+    assert told["corrected"]["reused"] > told["corrected"]["prefilled"]
     for said in ("SIGKILL", "acknowledged segments are there", told["second"]["text"].strip()):
         assert said in done.stderr
 
