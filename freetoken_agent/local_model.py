@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from freetoken_storage.records import Snapshots
+from freetoken_storage.weights_file import read_ahead
 
 from .catalog import home, models_dir, resolve
 from .errors import TokenizerUnsupported
@@ -72,6 +73,8 @@ class LocalModel:
         and configurations, each naming the file.
         """
         path = resolve(source)
+        if weights:
+            read_ahead(path)  # the disk works while tokenizer and torch are loaded
         pulled = path.is_relative_to(models_dir())
         tokenizer = _tokenizer(path, weights)
         if tokenizer.chat_template is None:

@@ -2,6 +2,7 @@
 """What `bench load` does around its figures. No test asserts a time."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from freetoken_runtime.bench.contestants import ContestantFailed
 from freetoken_runtime.bench.first_token import Start
 from freetoken_runtime.bench.load import LoadSettings, measure, prepare, run
 from freetoken_runtime.bench.page_cache import drop, resident
+from freetoken_storage.weights_file import read_ahead
 
 SMALL: dict[str, Any] = {
     **bench.SHAPES["dense"],
@@ -43,12 +45,15 @@ def test_both_kinds_of_files_are_measured(folder: Path, monkeypatch: pytest.Monk
     figures = measure(settings, folder, config=SMALL, on_turn=lambda *x: seen.append(x))
     assert [figure.name for figure in figures] == [
         "dense, int4, cold: first token after",
+        "dense, int4, cold: first token after",
+        "dense, int4, warm: first token after",
         "dense, int4, warm: first token after",
         "dense, int4, converted: anonymous memory while loading",
         "dense, int4, safetensors: anonymous memory while loading",
     ]
-    assert all(figure.target is not None and figure.ratio is not None for figure in figures)
-    assert all(figure.value > 0 for figure in figures[:2]) and seen[-1] == (4, 4)
+    assert all(figure.value > 0 and figure.ratio is not None for figure in figures)
+    judged = [figure.target is not None for figure in figures]
+    assert judged == [True, False, True, False, True, True] and seen[-1] == (6, 6)
     assert (folder / "dense" / "int4" / "model.ftw").stat().st_mtime_ns == before
 
 
@@ -81,6 +86,24 @@ def test_files_leave_the_page_cache_and_come_back(tmp_path: Path) -> None:
         pytest.skip("this file system drops nothing")
     assert resident([file]) == 0.0
     assert len(file.read_bytes()) == 8 << 20 and resident([file]) == 1.0
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no posix_fadvise")
+def test_converted_weights_are_read_ahead_and_others_are_not(folder: Path) -> None:
+    """Oracle: mincore. What cannot be read is nobody's fault yet."""
+    for name, wanted in (("int4", True), ("safetensors", False)):
+        files = sorted((folder / "dense" / name).glob("*.ftw" if wanted else "*.safetensors"))
+        if drop(files) != 0.0:
+            pytest.skip("this file system drops nothing")
+        read_ahead(folder / "dense" / name)
+        deadline = time.monotonic() + (20 if wanted else 0.3)
+        while resident(files) != 1.0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (resident(files) == 1.0) is wanted
+    read_ahead(folder / "nothing")
+
+
+def test_an_empty_file_has_no_pages(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
     assert resident([empty]) is None

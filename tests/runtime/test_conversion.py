@@ -311,10 +311,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 def test_memory_stays_below_the_largest_tensor(quant: str, wide: Path, tmp_path: Path) -> None:
-    """RssAnon over imports, sampled each millisecond in a process of its own: at most 64 MiB, where
+    """RssAnon over imports, sampled each millisecond in a process of its own: at most 96 MiB, where
     the largest tensor has 100 MiB (256 MiB and 1.1 times that tensor are promised)."""
     command = [sys.executable, "-c", MEASURED, str(wide), str(tmp_path / "ftw"), quant]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     before, peak = json.loads(done.stdout)
     assert peak - before > 1 << 20, "something was measured"
-    assert peak - before < 64 << 20, f"{(peak - before) / 2**20:.0f} MiB"
+    assert peak - before < 96 << 20, f"{(peak - before) / 2**20:.0f} MiB"

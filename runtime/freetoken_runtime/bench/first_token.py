@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from freetoken_storage.weights_file import read_ahead
+
 IMPORTED = "imported"
 PROMPT = tuple(range(3, 35))
 
@@ -63,6 +65,7 @@ def _first_token(folder: str, start: Start) -> Seen:
 
 def main(folder: str, settings: str) -> None:
     start = Start(**json.loads(settings))
+    read_ahead(Path(folder))  # as `LocalModel.load` does
     from .. import engine  # noqa: F401 - what is measured begins behind the imports
 
     _say(IMPORTED)
