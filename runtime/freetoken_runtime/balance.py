@@ -55,13 +55,15 @@ class MissPrice:
         self._waited_s = _PRIOR_MISSES * expert_bytes * _MISS_S_PER_BYTE
         self._seen = (0, 0.0)
 
-    def look(self, misses: int, waited_s: float) -> None:
-        """So many there have been in all, and so long all of them took."""
+    def look(self, misses: int, waited_s: float) -> int:
+        """So many there have been in all, and so long all of them took; returns how many are
+        new."""
         more, longer = misses - self._seen[0], waited_s - self._seen[1]
         keep = 0.5 ** (more / _MISS_MEMORY)
         self._misses = keep * self._misses + more
         self._waited_s = keep * self._waited_s + longer
         self._seen = (misses, waited_s)
+        return more
 
     @property
     def s_per_byte(self) -> float:
@@ -122,13 +124,12 @@ class Balance:
             return
         now = self._work.seconds
         counts = self._store.counts
-        self._price.look(counts.misses, counts.waited_s)
+        missed = self._price.look(counts.misses, counts.waited_s)
         self._curves.elapsed(now - self._looked_s)
         self._worth.elapsed(now)
         self._looked_s = now
-        if now - self._shrunk_s < self._cool_s:
-            return
-        self._grow(now)
+        if missed and now - self._shrunk_s >= self._cool_s:
+            self._grow(now)
 
     def change(self, plan: MemoryPlan) -> None:
         """Another budget. Slots go back to their planned number as far as states in use leave room;
@@ -180,8 +181,13 @@ class Balance:
             return
         if now - self._shrunk_s > 8 * self._cool_s:
             self._cool_s = max(_COOL_S, self._cool_s / 2)
-        self._grown_s = now
-        self._resize(counts, reason)
+        self._grown_s, before = now, budget.plan.slots
+        try:
+            self._resize(counts, reason)
+        except (OSError, MemoryError):  # the system has less than the budget says
+            self._apply(before)
+            self._shrunk_s, self._cool_s = now, _MAX_COOL_S
+            self.moves = replace(self.moves, last="the system had no memory for more slots")
 
     def _idle(self) -> list[tuple[Resident, IdlePath]]:
         """Paths that may go for slots."""

@@ -256,11 +256,11 @@ def test_the_price_of_a_miss_follows_what_was_waited_for() -> None:
     """Oracle: arithmetic. A prior at first, then seconds per byte; a change is taken up."""
     price = MissPrice(1000.0)
     assert price.s_per_byte == pytest.approx(1e-9)
-    price.look(10_000, 10.0)
+    assert price.look(10_000, 10.0) == 10_000
     assert price.s_per_byte == pytest.approx(1e-6, rel=0.01)
     price.look(20_000, 110.0)
     assert price.s_per_byte == pytest.approx(1e-5, rel=0.05)
-    price.look(20_000, 110.0)
+    assert price.look(20_000, 110.0) == 0
     assert price.s_per_byte == pytest.approx(1e-5, rel=0.05)
 
 

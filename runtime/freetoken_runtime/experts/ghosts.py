@@ -25,18 +25,20 @@ class HitCurve:
         """`experts`: how many share the pool."""
         self._experts = max(1, experts)
         self._rate = min(1.0, TRACKED / self._experts)
-        self._limit = int(self._rate * (1 << 32))
+        self._keys: dict[int, dict[int, int]] = {}  # layer -> expert -> see `_key`
         self._recent: list[int] = []  # the most recent first
         self._hits = [0.0] * _BUCKETS  # by distance
         self._asked = self._followed = self._seconds = 0.0
 
     def ask(self, layer: int, wanted: Sequence[int]) -> None:
         """A pass wants these experts of a layer."""
-        base, recent = layer * _MAX_EXPERTS, self._recent
+        recent, keys = self._recent, self._keys.setdefault(layer, {})
         self._asked += len(wanted)
         for expert in wanted:
-            key = base + expert
-            if key * _SPREAD % (1 << 32) >= self._limit:
+            key = keys.get(expert)
+            if key is None:
+                key = keys[expert] = self._key(layer, expert)
+            if key < 0:
                 continue
             self._followed += 1
             try:
@@ -49,6 +51,11 @@ class HitCurve:
             if distance:
                 del recent[distance]
                 recent.insert(0, key)
+
+    def _key(self, layer: int, expert: int) -> int:
+        """A number of its own for one that is followed, -1 for others."""
+        key = layer * _MAX_EXPERTS + expert
+        return key if key * _SPREAD % (1 << 32) < self._rate * (1 << 32) else -1
 
     def elapsed(self, seconds: float) -> None:
         """So long did it take since the last call."""
