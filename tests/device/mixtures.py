@@ -47,7 +47,7 @@ def mixtures(place: Place, report: Report) -> None:
         ways = {
             "offloaded": device_experts(place, records, few, streams=False),
             "gathered": device_experts(place, records, few, gathers=True, streams=False),
-            "ahead": device_experts(place, records, shape.experts, per_chunk=2),
+            "ahead": device_experts(place, records, 3 * shape.experts // 2, per_chunk=3),
             "hybrid": device_experts(
                 *(place, records, few), policy=FixedSplit(1), workers=workers, streams=False
             ),

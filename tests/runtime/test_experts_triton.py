@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "tests" / "device" / "run.py"
@@ -66,6 +67,17 @@ def test_a_block_finds_what_it_should(found: Found, block: str) -> None:
     assert result["failures"] == [] and result["ok"]
     for begin, count in EXPECTED[block].items():
         assert sum(name.startswith(begin) for name in result["values"]) >= count, begin
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a device")
+def test_without_a_device_each_block_says_so(tmp_path: Path) -> None:
+    """Oracle: the files; a block that breaks leaves its error, and the others run."""
+    command = [sys.executable, str(RUN), "--out", str(tmp_path), "links", "large"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.count("FAILED") == 2
+    for block in ("links", "large"):
+        result = json.loads((tmp_path / f"{block}.json").read_text())
+        assert not result["ok"] and "there is no such device" in result["error"]
 
 
 # Every kernel at the shapes of a layer of Qwen3-30B-A3B, and of an odd one with biases.
