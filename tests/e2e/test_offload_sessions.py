@@ -28,7 +28,8 @@ from freetoken_runtime.weights import open_source
 LAYERS = 4  # of SmolLM2's 30, by default
 RESIDENT = EngineConfig(threads=1, offload="none")
 ON_DISK = EngineConfig(threads=1, offload="disk", expert_slots=10)
-SETTINGS = {"none": RESIDENT, "disk": ON_DISK}
+IN_PAGES = EngineConfig(threads=1, offload="ram")
+SETTINGS = {"none": RESIDENT, "disk": ON_DISK, "ram": IN_PAGES}
 HYBRIDS = ("qwen3_next", "granitemoehybrid")
 
 
@@ -199,11 +200,11 @@ def int4(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.smollm2
-async def test_int4_records_on_disk_are_the_engine_in_memory(
+async def test_int4_records_on_disk_and_in_pages_are_the_engine_in_memory(
     int4: Path, dense: Path, tmp_path: Path
 ) -> None:
-    """Oracles: an engine in memory that has the same conversations, bit for bit, and goes on from
-    what the other wrote; for the numbers, the dense model in int4, whose sums differ by the
+    """Oracles: an engine in memory that has the same conversations, bit for bit, and each goes on
+    from what another wrote; for the numbers, the dense model in int4, whose sums differ by the
     rounding of activations."""
     said, last = [], []
     for level, config in SETTINGS.items():
@@ -214,14 +215,16 @@ async def test_int4_records_on_disk_are_the_engine_in_memory(
             said.append(watched.replies)
             last.append(model.engine.logits(session.ids()))
             assert model.stats().experts.level == level
-    assert said[0] == said[1] and torch.equal(last[0], last[1])
+    assert said[0] == said[1] == said[2]
+    assert torch.equal(last[0], last[1]) and torch.equal(last[0], last[2])
     again = []
-    for level, config in zip(SETTINGS, reversed(SETTINGS.values()), strict=True):
+    for level, other in (("none", "disk"), ("disk", "ram"), ("ram", "none")):
+        config = SETTINGS[other]
         with LocalModel.load(int4, config=config) as model, Store(tmp_path / level) as store:
             watched = Watched(model)
             await go_on(store, watched)
             again.append(watched.replies)
-    assert again[0] == again[1]
+    assert again[0] == again[1] == again[2]
     ids = session_ids(tmp_path / "disk")
     one = EngineConfig(threads=1, quant="int4")
     with Engine.load(int4, ON_DISK) as ours, Engine.load(dense, one) as theirs:
