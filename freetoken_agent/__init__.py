@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from .agent import Agent, Hooks, Limits, Result, StepRequest
     from .binding import Binding
     from .catalog import ModelNotFound
+    from .changes import Change, InsertBefore, Remove, Replace
     from .constraint import UnsupportedSchema
+    from .context_rules import ClearThinking, ClearToolResults, ContextRule, Proposal
     from .errors import (
         FrameNotEditable,
         GenerationConflict,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         InvalidMessages,
         InvalidOutput,
         InvalidOutputType,
+        InvalidRule,
         InvalidTool,
         ModelRetry,
         NothingToGenerate,
@@ -112,6 +115,7 @@ if TYPE_CHECKING:
     )
     from .session import Session
     from .store import Store
+    from .summaries import Summarise
     from .tool_calls import ToolCall, ToolOutcome
     from .tool_results import InvalidToolResult, ResultLimit
     from .tools import Tool, tool
@@ -142,7 +146,9 @@ _MODULES = {
     ".agent": ("Agent", "Hooks", "Limits", "Result", "StepRequest"),
     ".binding": ("Binding",),
     ".catalog": ("ModelNotFound",),
+    ".changes": ("Change", "InsertBefore", "Remove", "Replace"),
     ".constraint": ("UnsupportedSchema",),
+    ".context_rules": ("ClearThinking", "ClearToolResults", "ContextRule", "Proposal"),
     ".errors": (
         "FrameNotEditable",
         "GenerationConflict",
@@ -151,6 +157,7 @@ _MODULES = {
         "InvalidMessages",
         "InvalidOutput",
         "InvalidOutputType",
+        "InvalidRule",
         "InvalidTool",
         "ModelRetry",
         "NothingToGenerate",
@@ -214,6 +221,7 @@ _MODULES = {
     ),
     ".session": ("Session",),
     ".store": ("Store",),
+    ".summaries": ("Summarise",),
     ".tool_calls": ("ToolCall", "ToolOutcome"),
     ".tool_results": ("InvalidToolResult", "ResultLimit"),
     ".tools": ("Tool", "tool"),
@@ -228,8 +236,12 @@ __all__ = [
     "BranchExists",
     "BranchInfo",
     "BranchNotFound",
+    "Change",
+    "ClearThinking",
+    "ClearToolResults",
     "ContextEdited",
     "ContextOverflow",
+    "ContextRule",
     "Diff",
     "Edit",
     "FrameNotEditable",
@@ -240,6 +252,7 @@ __all__ = [
     "GenerationInUse",
     "GenerationUnfinished",
     "Hooks",
+    "InsertBefore",
     "InvalidAgent",
     "InvalidEdit",
     "InvalidMessages",
@@ -247,6 +260,7 @@ __all__ = [
     "InvalidOutput",
     "InvalidOutputType",
     "InvalidRecord",
+    "InvalidRule",
     "InvalidSampling",
     "InvalidTool",
     "InvalidToolResult",
@@ -267,7 +281,10 @@ __all__ = [
     "PlanReady",
     "PrefillProgress",
     "PromptDiffers",
+    "Proposal",
     "PurgeReport",
+    "Remove",
+    "Replace",
     "Reply",
     "ReplyFinished",
     "Result",
@@ -305,6 +322,7 @@ __all__ = [
     "StoreMismatch",
     "StoreNewer",
     "StoreReadOnly",
+    "Summarise",
     "TemplateUnsupported",
     "TextDelta",
     "ThinkingDelta",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 from typing_extensions import TypeVar  # with defaults: typing has them from Python 3.13 on
 
+from .blocking import wait_for
+from .context_rules import ContextRule
 from .errors import InvalidAgent
 from .events import RunFinishReason
 from .model import Model
@@ -99,7 +101,8 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Result(Generic[Output]):
-    """How a run ended. `output` is None unless the model answered. `segments` are all that the run
+    """How a run ended. `output` is None unless the model answered; a text may have been cut
+    (`finish_reason` "length"). `segments` are all that the run
     added, as they are on the path now. `pending`: calls that wait for a decision."""
 
     output: Output | None
@@ -116,8 +119,9 @@ class Agent(Generic[Deps, Output]):
     """An agent. `model`: a model, the name of a pulled one (loaded at the first run and shared by
     all agents of the process), or None if every run brings a session. `instructions`: the system
     text, or a function of the `RunContext`; None leaves a session's as it is. `sampling`: options
-    of `generate`, such as `temperature`. `prompt_policy`: what a run does with a session whose
-    preamble differs. InvalidAgent, ToolNameTaken, UnsupportedSchema, InvalidOutputType."""
+    of `generate`, such as `temperature`. `context_rules`: what a run edits in its context before
+    a model call, in this order. `prompt_policy`: what a run does with a session whose preamble
+    differs. InvalidAgent, ToolNameTaken, UnsupportedSchema, InvalidOutputType."""
 
     model: Model | str | None = None
     name: str = "agent"
@@ -128,7 +132,7 @@ class Agent(Generic[Deps, Output]):
     sampling: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = Limits()
     hooks: Hooks = Hooks()
-    context_rules: Sequence[Any] = ()
+    context_rules: Sequence[ContextRule] = ()
     deps_type: type[Deps] | None = None
     prompt_policy: PromptPolicy = "replace"
     result_limit: ResultLimit = ResultLimit()
@@ -197,8 +201,6 @@ class Agent(Generic[Deps, Output]):
         tool_choice: str = "auto",
     ) -> Result[Output]:
         """The same, from plain code, also in a notebook or inside a running event loop."""
-        from .loop import wait_for
-
         return wait_for(
             lambda: self.run(
                 content,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .constraint import UnsupportedSchema, check_schema
+from .context_rules import ContextRule
 from .errors import InvalidAgent
 from .generate_options import GenerateOptions
 from .output_type import OutputType
@@ -35,6 +36,11 @@ def check_agent(agent: "Agent[Any, Any]") -> None:
         raise InvalidAgent(
             "instructions are a text or a function", value=type(instructions).__name__
         )
+    for rule in agent.context_rules:
+        if not isinstance(rule, ContextRule):
+            raise InvalidAgent(
+                "this is no context rule", value=rule, remedy="derive it from ContextRule"
+            )
     _check_sampling(agent.sampling)
     for tool in agent.known_tools:
         if not tool.validate_after:

@@ -103,7 +103,7 @@ def replace_text(layout: Layout, path: Path, index: int, text: str) -> Path:
         return path
     if old.kind == "tools" and json_values.equal(json.loads(old.body.content), json.loads(text)):
         return path
-    new = _successor(old, text=text)
+    new = successor(old, text=text)
     return layout.rewrite(path, _with(path, index, new), path.tail)
 
 
@@ -116,7 +116,7 @@ def replace_arguments(layout: Layout, path: Path, index: int, arguments: Mapping
         )
     if json_values.equal(old.body.arguments, arguments):
         return path
-    slots = _with(path, index, _successor(old, arguments=arguments))
+    slots = _with(path, index, successor(old, arguments=arguments))
     result = pairing.result_of(path, index)
     if result is not None:
         slots[result] = replace(path.places[result], stale=True)
@@ -134,8 +134,7 @@ def insert(layout: Layout, path: Path, position: int, new: New) -> Path:
             return set_preamble(layout, path, "system", new.text)
     if position == len(path.places) and not pairing.open_calls(path.places):
         return append(layout, path, [new])
-    pairing.check_gap(path, position)
-    _check_preamble(path, position)
+    check_position(path, position)
     slots: list[Slot] = list(path.places)
     slots.insert(position, replace(new, joins=path.places[position].joins))
     return layout.rewrite(path, slots, path.tail)
@@ -143,8 +142,7 @@ def insert(layout: Layout, path: Path, position: int, new: New) -> Path:
 
 def insert_call(layout: Layout, path: Path, position: int, call: New, text: str) -> Path:
     """Put a call with its result before the place at `position`."""
-    pairing.check_gap(path, position)
-    _check_preamble(path, position)
+    check_position(path, position)
     result = pairing.answer(call, text, error=False)
     if position == len(path.places):
         return append(layout, path, [call, result])
@@ -250,9 +248,10 @@ def _with(path: Path, index: int, slot: Slot) -> list[Slot]:
     return slots
 
 
-def _successor(
+def successor(
     old: Place, *, text: str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> New:
+    """The next version of a place's content."""
     body = old.body
     return New(
         kind=body.kind,
@@ -267,7 +266,9 @@ def _successor(
     )
 
 
-def _check_preamble(path: Path, position: int) -> None:
+def check_position(path: Path, position: int) -> None:
+    """PairingError or InvalidEdit if nothing can be inserted before the place at `position`."""
+    pairing.check_gap(path, position)
     if position < path.preamble_length:
         raise InvalidEdit(
             "nothing can stand inside or before the preamble",

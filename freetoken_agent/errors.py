@@ -21,6 +21,7 @@ FreetokenError
 │   └── ToolNameTaken        two tools of one name
 ├── InvalidOutputType        a type that cannot be an output type
 ├── InvalidAgent             fields of an agent that do not go together
+├── InvalidRule              fields of a context rule that do not go together
 ├── RunError                 a run of an agent ended without an answer; `.result` is what there is
 │   ├── RunLimit             a limit was reached
 │   └── InvalidOutput        the answer is not of the output type, and no attempt is left
@@ -200,6 +201,12 @@ class InvalidAgent(FreetokenError):
     """Fields of an agent that are none, or do not go together."""
 
     code = "invalid_agent"
+
+
+class InvalidRule(FreetokenError):
+    """Fields of a context rule that are none, or do not go together."""
+
+    code = "invalid_rule"
 
 
 class RunError(FreetokenError):

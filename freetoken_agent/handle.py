@@ -13,7 +13,7 @@ from freetoken_storage.records import Sessions, Snapshots
 from . import views
 from .binding import Binding
 from .branch import Branch
-from .codec import SessionBody
+from .codec import CallMark, SessionBody
 from .earlier import EarlierPaths
 from .errors import InvalidEdit, SessionBusy, SessionReadOnly, TemplateUnsupported
 from .items import ASSISTANT_KINDS
@@ -115,6 +115,7 @@ class Batch:
     path: Path
     thread: int  # the only one that may edit meanwhile
     edit: Edit | None = None
+    forgets_calls: bool = False
     dropped: dict[str, Body] = field(default_factory=dict)  # made and removed inside, never stored
 
 
@@ -183,15 +184,21 @@ class Handle:
         return added[-1]
 
     def edit(
-        self, label: str, rewrite: Callable[[Layout, Path], Path], *, dry_run: bool = False
+        self,
+        label: str,
+        rewrite: Callable[[Layout, Path], Path],
+        *,
+        thinking: bool | None = None,
+        dry_run: bool = False,
     ) -> Edit:
         """Apply an edit, or only say what it would do. Priced before it is committed, so that
-        whatever raises leaves everything as it was."""
+        whatever raises leaves everything as it was. `thinking`: as the next generation will ask."""
         with self.lock:
             model, layout = self.writable()
             before = self.path
             after = rewrite(layout, before)
-            made = describe(before, after, plan_of(model, layout, after, self.earlier(before)))
+            plan = plan_of(model, layout, after, self.earlier(before), thinking)
+            made = describe(before, after, plan)
             if not made.changed or dry_run:
                 return made
             return made.model_copy(update={"log_id": self._accept(label, after)})
@@ -216,9 +223,24 @@ class Handle:
                 after = settled(self.branch.path, places, batch.path.tail)
                 batch.edit = self.edit(label or "batch", lambda _, __: after)
                 self._dropped.update(batch.dropped)
+                if batch.forgets_calls:
+                    self.forget_calls()
         finally:
             with self.lock:
                 self._batch = None
+
+    def kept_calls(self, after: Path) -> list[CallMark]:
+        """The marks of those calls that are open on `after` too. An edited call is another one."""
+        opened = {after.places[index].body.id for index in open_calls(after.places)}
+        return [mark for mark in self.branch.calls if mark.segment in opened]
+
+    def forget_calls(self) -> None:
+        """Open calls count as never started and undecided; in a batch, when it ends."""
+        with self.lock:
+            if self._batch is not None:
+                self._batch.forgets_calls = True
+            elif self.branch.calls:
+                self.branch.mark_calls(())
 
     def pin(self, segment: str, *, pinned: bool) -> None:
         """Protect the state at the end of a segment, or let go of it. Durable, and no undo step.
@@ -251,7 +273,7 @@ class Handle:
             return self.branch.next_log_id
         if after is self.branch.path:
             return None
-        log_id = self.branch.commit(after, label)
+        log_id = self.branch.commit(after, label, calls=self.kept_calls(after))
         self.refresh_pins()
         return log_id
 

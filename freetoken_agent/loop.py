@@ -13,20 +13,17 @@ The stream is pulled: nothing runs ahead of its reader, except tools and the mod
 What has been reported is durable.
 """
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
-import anyio.from_thread
-import anyio.to_thread
-
 from . import events
 from .agent import Agent, Decision, Result, StepRequest
+from .blocking import in_thread
 from .errors import (
     InvalidOutput,
     ModelRetry,
@@ -41,6 +38,7 @@ from .generation import Generation
 from .hooks import call_hook
 from .model_step import ModelStep
 from .run_context import RunContext
+from .run_rules import RuleStage
 from .run_tools import ToolStage
 from .segments import Content, Reply, Segment, Usage, as_text
 from .shared_models import shared_model
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from .session import Session
 
 Output = TypeVar("Output")
-T = TypeVar("T")
 
 CancelMode = Literal["immediate", "after_step"]
 _NOTHING = Usage(input_tokens=0, reused_tokens=0, prefill_tokens=0)
@@ -78,6 +75,7 @@ class Run(Generic[Output]):
         self._options = options
         self._events: AsyncGenerator[RunEvent, None] | None = None
         self._generation: Generation | None = None
+        self._rules = RuleStage(agent, self._add_usage)
         self._stage: ToolStage | None = None
         self._cancelled: CancelMode | None = None
         self._result: Result[Output] | None = None
@@ -123,6 +121,7 @@ class Run(Generic[Output]):
         if mode == "immediate":
             if self._generation is not None:
                 self._generation.cancel()
+            self._rules.cancel()
             if self._stage is not None:
                 self._stage.cancel()
 
@@ -150,7 +149,7 @@ class Run(Generic[Output]):
         if options.session is not None:
             self._session = options.session
         else:
-            self._session = await _in_thread(partial(_new_session, agent))
+            self._session = await in_thread(partial(_new_session, agent))
         self._writer = self._session.begin_run(f"run {agent.name}")
         self._before = {segment.id for segment in self._session.path()}
         self._finish: RunFinishReason | None = None
@@ -163,7 +162,7 @@ class Run(Generic[Output]):
             async for event in edited:
                 yield event
         if self._options.content is not None:
-            await _in_thread(partial(self._writer.append_user, as_text(self._options.content)))
+            await in_thread(partial(self._writer.append_user, as_text(self._options.content)))
 
     async def _set_preamble(self) -> AsyncGenerator[RunEvent, None]:
         agent, writer = self._agent, self._writer
@@ -173,7 +172,7 @@ class Run(Generic[Output]):
         if callable(system):
             system = await call_hook(system, self._context())
         schemas = self._toolbox.schemas
-        edit = await _in_thread(partial(writer.set_preamble, system, schemas, dry_run=True))
+        edit = await in_thread(partial(writer.set_preamble, system, schemas, dry_run=True))
         if not edit:
             return
         if agent.prompt_policy == "error" and self._before:
@@ -182,7 +181,7 @@ class Run(Generic[Output]):
                 value=self._session.name,
                 remedy="use prompt_policy='replace' or 'keep', or another session",
             )
-        edit = await _in_thread(partial(writer.set_preamble, system, schemas))
+        edit = await in_thread(partial(writer.set_preamble, system, schemas))
         if self._before:
             await call_hook(agent.hooks.on_edit, self._context(), edit)
             yield events.ContextEdited(**self._place(), reason="preamble", edit=edit)
@@ -194,7 +193,14 @@ class Run(Generic[Output]):
             if self._cancelled:
                 self._finish = "cancelled"
                 return
-            async with aclosing(self._model_call()) as generated:
+            request = await self._request()
+            async with aclosing(self._edit_context(request)) as edited:
+                async for event in edited:
+                    yield event
+            if self._cancelled == "immediate":
+                self._finish = "cancelled"
+                return
+            async with aclosing(self._model_call(request)) as generated:
                 async for event in generated:
                     yield event
             calls = self._writer.open_calls()
@@ -207,8 +213,14 @@ class Run(Generic[Output]):
         if self._cancelled and self._finish is None:
             self._finish = "cancelled"
 
-    async def _model_call(self) -> AsyncGenerator[RunEvent, None]:
-        request = await self._request()
+    def _edit_context(self, request: StepRequest) -> AsyncGenerator[RunEvent, None]:
+        """What the context rules do before the model call."""
+        context = replace(self._context(), step=self._steps)
+        place: events.Place = {**self._place(), "step": self._steps}
+        thinking = self._options_of(request).get("thinking")
+        return self._rules.run(self._writer, context, place, thinking)
+
+    async def _model_call(self, request: StepRequest) -> AsyncGenerator[RunEvent, None]:
         step = ModelStep(
             self._session,
             GenerateOptions.parse(self._options_of(request)),
@@ -224,9 +236,12 @@ class Run(Generic[Output]):
             finally:
                 self._generation = None
         self._reply = generation.reply
-        self._usage = self._reply.usage if self._steps == 1 else self._usage + self._reply.usage
+        self._add_usage(self._reply.usage)
         await call_hook(self._agent.hooks.after_model, self._context(), self._reply)
         await self._take_reply(self._reply)
+
+    def _add_usage(self, usage: Usage) -> None:
+        self._usage = usage if self._usage is _NOTHING else self._usage + usage
 
     async def _request(self) -> StepRequest:
         """What the next model call is asked. RunLimit."""
@@ -282,9 +297,17 @@ class Run(Generic[Output]):
             return
         elif reply.finish_reason == "length" and not self._writer.open_calls():
             self._finish = "length"
-            self._result = self._ended("length", None)
+            self._result = self._ended("length", self._cut_answer(reply))
         elif not self._writer.open_calls():
             await self._answer(reply)
+
+    def _cut_answer(self, reply: Reply) -> Output | None:
+        """A text that was cut is one; a value is not. A call that was cut is no answer."""
+        if self._agent.output.schema is not None or any(
+            "cut_call" in s.meta for s in reply.segments
+        ):
+            return None
+        return self._agent.output.validate(reply.text)  # type: ignore[no-any-return]
 
     async def _answer(self, reply: Reply) -> None:
         agent = self._agent
@@ -299,7 +322,7 @@ class Run(Generic[Output]):
                     value=str(refused),
                     limit=f"{agent.limits.output_retries} more attempts",
                 ) from refused
-            await _in_thread(partial(self._writer.append_user, str(refused)))
+            await in_thread(partial(self._writer.append_user, str(refused)))
             return
         self._finish = "limit" if self._last_answer else "stop"
         self._result = self._ended(self._finish, value)
@@ -345,25 +368,6 @@ class Run(Generic[Output]):
             "branch": self._session.branch,
             "step": max(0, self._steps - 1),
         }
-
-
-def wait_for(make: Callable[[], Awaitable[T]]) -> T:
-    """The result of a coroutine, for plain code: in an event loop of its own, which gets a thread
-    where this one runs a loop already. A KeyboardInterrupt cancels it."""
-
-    async def main() -> T:
-        return await make()
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(main())
-    with anyio.from_thread.start_blocking_portal() as portal:
-        return portal.call(main)
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    return await anyio.to_thread.run_sync(work)
 
 
 def _new_session(agent: Agent[Any, Any]) -> "Session":

@@ -8,17 +8,16 @@ results    enter the path in call order, as soon as all before them are known
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import anyio.to_thread
+from typing import TYPE_CHECKING, Any
 
 from freetoken_storage.errors import FreetokenError
 
 from . import events
 from .agent import Agent, Decision
+from .blocking import in_thread
 from .codec import CallMark
 from .errors import ModelRetry, ToolFailed
 from .events import RunEvent
@@ -32,8 +31,6 @@ from .toolsets import Toolbox
 
 if TYPE_CHECKING:
     from .session import Session
-
-T = TypeVar("T")
 
 DENIED = "The user did not allow this call."
 _log = logging.getLogger(__name__)
@@ -90,7 +87,7 @@ class ToolStage:
             elif (mark is None or mark.state != "approved") and self._needs_approval(call):
                 pending.append(call)
         if decided:
-            await _in_thread(partial(self._writer.mark, *decided))
+            await in_thread(partial(self._writer.mark, *decided))
         return tuple(pending)
 
     def cancel(self) -> None:
@@ -168,7 +165,7 @@ class ToolStage:
             call = segments[id(outcome.call)]
             outcome, live = await self._seen_by_hook(outcome)
             mark = CallMark(call.id, "finished", outcome.text, outcome.is_error, live)
-            await _in_thread(partial(self._writer.mark, mark))
+            await in_thread(partial(self._writer.mark, mark))
             if live is not None:
                 self._live[call.id] = live
             self._done[call.id] = outcome
@@ -177,7 +174,7 @@ class ToolStage:
         try:
             marks = [CallMark(call.id, "running") for call in calls]
             if marks:
-                await _in_thread(partial(self._writer.mark, *marks))
+                await in_thread(partial(self._writer.mark, *marks))
             return await run_calls(
                 self._toolbox, ordered, self._context, retries=retries, on_finish=finished
             )
@@ -212,7 +209,7 @@ class ToolStage:
                     live=self._live.get(call.id),
                 )
             self._calls.pop(0)
-            segment = await _in_thread(write)
+            segment = await in_thread(write)
             yield events.SegmentFinished(**self._place, segment=segment, partial=False)
 
     async def _ended(self) -> tuple[ToolOutcome, ...]:
@@ -239,7 +236,3 @@ async def _stop(*tasks: "asyncio.Task[Any] | None") -> None:
         if task is not None and not task.done():
             task.cancel()
             await asyncio.wait([task])
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    return await anyio.to_thread.run_sync(work)

@@ -6,15 +6,18 @@ lost.
     when it has ended         its result is marked as finished     outside the path
     when its turn has come    the result enters the path           in call order
 
-What was marked survives a kill. Any edit of the branch by somebody else forgets the marks.
+What was marked survives a kill, and edits of other segments; `rewind`, `undo` and `redo` forget it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from . import edits, lookups, pairing, views
 from .branch import StepGroup
+from .changes import Change, rewritten
 from .codec import CallMark
 from .handle import Handle, describe, plan_of
+from .layout import Layout
 from .pairing import INTERRUPTED
 from .path import New, Path
 from .segments import Edit, Segment
@@ -49,24 +52,26 @@ class RunWriter:
         self, system: str | None, tools: Sequence[ToolLike], *, dry_run: bool = False
     ) -> Edit:
         """Make the preamble say this, in one edit; falsy if it does."""
-        handle, text = self._handle, tools_text(tools)
-        with handle.lock:
-            model, layout = handle.writable()
-            before = handle.path
-            after = before
+        text = tools_text(tools)
+
+        def rewrite(layout: Layout, path: Path) -> Path:
             if system is not None:
-                after = edits.set_preamble(layout, after, "system", system)
-            after = edits.set_preamble(layout, after, "tools", text)
-            made = describe(before, after, plan_of(model, layout, after, handle.earlier(before)))
-            if not made.changed or dry_run:
-                return made
-            return made.model_copy(update={"log_id": self._commit(after)})
+                path = edits.set_preamble(layout, path, "system", system)
+            return edits.set_preamble(layout, path, "tools", text)
+
+        return self._edit(rewrite, dry_run=dry_run)
+
+    def apply_changes(self, changes: Sequence[Change], *, thinking: bool | None = None) -> Edit:
+        """`Session.apply_changes` within the run's undo step."""
+        return self._edit(partial(rewritten, self._handle, changes=changes), thinking=thinking)
 
     def append_user(self, text: str) -> Segment:
-        """Add the user's message; open calls are closed as interrupted."""
+        """Add the user's message; open calls get the results they have, or are interrupted."""
         handle = self._handle
         with handle.lock:
             _, layout = handle.writable()
+            for call in self.open_calls():
+                self._close(call)
             path, drop = handle.path, handle.context.drop_thinking
             after = edits.append(layout, path, [New("user", text)], drop_thinking=drop)
             self._commit(after)
@@ -83,11 +88,11 @@ class RunWriter:
             path = handle.path
             index = lookups.place_of(handle, path, call)
             after = edits.append_result(layout, path, index, text, error=error)
-            self._commit(after, keep_marks=True)
+            self._commit(after)
             if live is not None and live != text:
                 result = pairing.result_of(handle.path, index)
                 assert result is not None, "it was just added"
-                self._commit(edits.replace_text(layout, handle.path, result, live), keep_marks=True)
+                self._commit(edits.replace_text(layout, handle.path, result, live))
             return self._result(call)
 
     def interrupt(self, call: Segment) -> Segment:
@@ -98,8 +103,33 @@ class RunWriter:
             path = handle.path
             place = path.places[lookups.place_of(handle, path, call)]
             new = pairing.answer(place, INTERRUPTED, error=True, interrupted=True)
-            self._commit(edits.append(layout, path, [new]), keep_marks=True)
+            self._commit(edits.append(layout, path, [new]))
             return self._result(call)
+
+    def _edit(
+        self,
+        rewrite: Callable[[Layout, Path], Path],
+        *,
+        thinking: bool | None = None,
+        dry_run: bool = False,
+    ) -> Edit:
+        handle = self._handle
+        with handle.lock:
+            model, layout = handle.writable()
+            before = handle.path
+            after = rewrite(layout, before)
+            plan = plan_of(model, layout, after, handle.earlier(before), thinking)
+            made = describe(before, after, plan)
+            if not made.changed or dry_run:
+                return made
+            return made.model_copy(update={"log_id": self._commit(after)})
+
+    def _close(self, call: Segment) -> None:
+        mark = self.mark_of(call)
+        if mark is not None and mark.state in ("finished", "denied"):
+            self.append_result(call, mark.text, error=mark.error, live=mark.live)
+        else:
+            self.interrupt(call)
 
     def _result(self, call: Segment) -> Segment:
         path = self._handle.path
@@ -114,14 +144,12 @@ class RunWriter:
         by_call = {mark.segment: mark for mark in (*self._handle.branch.calls, *marks)}
         return [mark for segment, mark in by_call.items() if segment in opened]
 
-    def _commit(self, after: Path, *, keep_marks: bool = False) -> int | None:
+    def _commit(self, after: Path) -> int | None:
         handle = self._handle
         if after is handle.branch.path:
             return None
-        opened = {after.places[index].body.id for index in pairing.open_calls(after.places)}
-        marks = [mark for mark in handle.branch.calls if mark.segment in opened]
         log_id = handle.branch.commit(
-            after, self.group.label, group=self.group, calls=marks if keep_marks else ()
+            after, self.group.label, group=self.group, calls=handle.kept_calls(after)
         )
         handle.refresh_pins()
         return log_id

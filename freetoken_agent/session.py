@@ -7,12 +7,14 @@ Structural edits are synchronous and durable when they return; each is one commi
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Unpack, cast
 
 from freetoken_storage.records import MAIN
 
 from . import edits, forks, generation, lookups, purging, warming
 from .branch import Branch, StepGroup
+from .changes import Change, rewritten
 from .draft import Draft
 from .errors import InvalidEdit, PairingError
 from .generate_options import GenerateKwargs, GenerateOptions
@@ -208,7 +210,8 @@ class Session(SessionReader):
         before: Segment | str | None = None,
         dry_run: bool = False,
     ) -> Edit:
-        """Cut the path: the last `turns` turns, or behind `to`, or before `before`."""
+        """Cut the path: the last `turns` turns, or behind `to`, or before `before`. It also
+        forgets which open calls were started or approved."""
         if [turns, to, before].count(None) != 2:
             raise InvalidEdit("give exactly one of turns=, to= and before=")
 
@@ -217,7 +220,23 @@ class Session(SessionReader):
                 return edits.cut(layout, path, edits.turns_start(path, turns))
             return edits.cut(layout, path, self._position(path, after=to, before=before))
 
-        return self._edit("rewind", rewrite, dry_run)
+        made = self._edit("rewind", rewrite, dry_run)
+        if not dry_run:
+            self._handle.forget_calls()
+        return made
+
+    def apply_changes(
+        self,
+        changes: Sequence[Change],
+        *,
+        label: str = "apply_changes",
+        thinking: bool | None = None,
+        dry_run: bool = False,
+    ) -> Edit:
+        """Make several changes that are given as data, in one edit. `thinking`: as the next
+        generation will ask, for the price."""
+        rewrite = partial(rewritten, self._handle, changes=changes)
+        return self._handle.edit(label, rewrite, thinking=thinking, dry_run=dry_run)
 
     def undo(self, n: int = 1, *, dry_run: bool = False) -> Edit:
         """Take back the last `n` steps of this branch. NothingToUndo changes nothing."""

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The context rules of a run: each in turn, on what the ones before it left, as part of the run's
+undo step."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import events
+from .agent import Agent
+from .blocking import in_thread
+from .context_rules import ContextRule, Proposal, Written
+from .hooks import call_hook
+from .run_context import RunContext
+from .run_writer import RunWriter
+from .segments import Usage
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+class RuleStage:
+    """`run` before each model call; `on_usage` hears of the model calls that rules made."""
+
+    def __init__(self, agent: Agent[Any, Any], on_usage: Callable[[Usage], None]) -> None:
+        self._agent = agent
+        self._on_usage = on_usage
+        self._task: asyncio.Task[Written] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Change nothing more; a model call of a rule ends. Any thread."""
+        self._cancelled = True
+        task, loop = self._task, self._loop
+        if task is not None and loop is not None:
+            loop.call_soon_threadsafe(task.cancel)
+
+    async def run(
+        self,
+        writer: RunWriter,
+        context: RunContext[Any],
+        place: events.Place,
+        thinking: bool | None,
+    ) -> AsyncGenerator[events.RunEvent, None]:
+        """Make every edit that is due. `thinking`: as the model call will ask."""
+        session = context.session
+        for rule in self._agent.context_rules:
+            proposal = await in_thread(partial(rule.propose, session, thinking=thinking))
+            if proposal is None or not proposal.due:
+                continue
+            written = await self._written(rule, session, proposal)
+            if self._cancelled:
+                return
+            if not written.changes:
+                continue
+            changes = written.changes
+            edit = await in_thread(partial(writer.apply_changes, changes, thinking=thinking))
+            await call_hook(self._agent.hooks.on_edit, context, edit)
+            yield events.ContextEdited(**place, reason=rule.name, edit=edit)
+
+    async def _written(self, rule: ContextRule, session: "Session", proposal: Proposal) -> Written:
+        """In a task of its own, which `cancel` ends."""
+
+        async def write() -> Written:
+            return await rule.write(session, proposal.changes)
+
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(write())
+        try:
+            written = await self._task
+        except asyncio.CancelledError:
+            if not self._cancelled:
+                raise
+            return Written(())
+        finally:
+            self._task = None
+        if written.usage is not None:
+            self._on_usage(written.usage)
+        return written
