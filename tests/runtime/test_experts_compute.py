@@ -137,6 +137,23 @@ def test_a_team_computes_alone(workers: Workers) -> None:
     assert set(played.threads.values()) == {threading.current_thread()}
 
 
+def test_a_team_is_left_while_experts_are_fetched(workers: Workers) -> None:
+    """Oracle: the threads seen; torch's count after it, also after an error. Without helpers the
+    team stays."""
+    expected = Played().run(Workers())
+    torch.set_num_threads(2)
+    played = Played(meet(3))
+    with workers.instead_of_team():
+        assert torch.equal(played.run(workers), expected)
+    assert len(set(played.threads.values())) >= 3
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ValueError, match="broken"), workers.instead_of_team():
+        raise ValueError("broken")
+    assert torch.get_num_threads() == 2
+    with Workers().instead_of_team():
+        assert torch.get_num_threads() == 2
+
+
 def test_m2_under_contention_experts_are_shared_out(workers: Workers) -> None:
     """Oracle: the threads seen. A governor whose team stalls leaves one compute thread to the pass,
     and then the helpers compute with it; bits stay."""

@@ -7,6 +7,7 @@ asked of `Moe.experts` by their indices and by nothing else, wherever their weig
 
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -145,7 +146,9 @@ class Moe:
                 yield Task(served.index, partial(compute, served), served.release)
 
         ends = [part.stop for part in parts]
-        return mix(x, routes.chosen, routes.weights, serve, ends, self.workers)
+        fetched = self._foresight is not None and any(part.form is Form.MANY for part in parts)
+        with self.workers.instead_of_team() if fetched else nullcontext():
+            return mix(x, routes.chosen, routes.weights, serve, ends, self.workers)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

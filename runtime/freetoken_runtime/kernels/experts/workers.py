@@ -10,11 +10,12 @@ meet once a layer, and the one that was kept from its core has taken fewer of th
     the end         of a round: all jobs done and released, or the error of one that failed
 
 Where the machine is quiet a team is at least as fast (docs/decisions/0077-cpu-experts.md), so
-helpers work only while the asking thread has no team.
+helpers work only while the asking thread has no team, or leaves it for a long pass that fetches.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from weakref import finalize
@@ -94,6 +95,18 @@ class Workers:
             self._share(jobs, _Round())
         finally:
             self._asking.release()
+
+    @contextmanager
+    def instead_of_team(self) -> Iterator[None]:
+        """While the block runs, the asking thread has no team, so that helpers work. For long
+        passes whose experts are being fetched: threads of ours then use the team's cores."""
+        own = torch.get_num_threads()
+        if self.helpers:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(own)
 
     def close(self) -> None:
         """End the threads; the next round that needs some has new ones."""
