@@ -139,8 +139,9 @@ class DeviceExperts:
     def mix_resident(
         self, layer: int, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, form: Form
     ) -> torch.Tensor:
-        """The same where every expert has its slot: all on the device, through the table, without
-        the host, so that a graph can hold it. Experts that are not there give garbage."""
+        """The same once `fetch_all` found room for every expert, until slots are resized: all on
+        the device, through the table, without the host, so that a graph can hold it. An expert
+        that is not there gives garbage."""
         from ..kernels.experts import triton as kernel
 
         out = torch.empty(chosen.numel(), x.shape[1], device=x.device)

@@ -3,7 +3,7 @@
 
     chunk     one allocation of `slots_per_chunk` records; it never moves
     slot      room for one record in a chunk
-    table     [layers, experts] int64 on the device: where each expert lies, 0 where it does not
+    table     [layers, experts] int64 on the device: where each lay when it was published, or 0
 
 Memory grows and shrinks by chunks while a model is in use. What is worth keeping is moved out of a
 chunk before it goes, and the table, which itself never moves, then has the new addresses: what
@@ -24,13 +24,13 @@ from ..errors import BudgetTooSmall
 from ..experts.slots import Key
 from .accelerator import Accelerator, Mark
 
-_AGING = 32  # askings per known expert, after which all counts are halved
+_AGING = 32  # askings of one expert, after which all counts are halved
 
 
 @dataclass(eq=False)
 class DeviceSlot:
     """Room for one expert. Mutable, by its owner and by who serves. `held`: it is yet to be used.
-    `used`: behind the last launch of this pass that reads it, after which it may be overwritten;
+    `used`: behind the last launch that read it, after which it may be overwritten;
     `arrived`: what is being copied into it is there."""
 
     memory: torch.Tensor  # [record] uint8
