@@ -26,7 +26,6 @@ class Seen:
 
     weights_bytes: int
     token: int | None
-    formats: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def _loaded(folder: str, start: Start) -> Seen:
     quant: Any = start.quant
     dtype: Any = start.dtype
     model = load(folder, dtype=dtype, quant=quant)
-    return Seen(model.decoder.size_bytes, None, dict(model.formats))
+    return Seen(model.decoder.size_bytes, None)
 
 
 def _first_token(folder: str, start: Start) -> Seen:
@@ -60,7 +59,7 @@ def _first_token(folder: str, start: Start) -> Seen:
     )
     engine = Engine.load(folder, config)
     token = next(iter(engine.generate(PROMPT, SamplingParams(max_tokens=1, temperature=0.0))))
-    return Seen(engine.stats().weights_bytes, token.id, dict(engine.formats))
+    return Seen(engine.stats().weights_bytes, token.id)
 
 
 def main(folder: str, settings: str) -> None:
