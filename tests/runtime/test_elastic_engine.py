@@ -113,6 +113,19 @@ def grown_until(engine: Engine, slots: int) -> None:
     raise AssertionError(engine.stats())
 
 
+def test_slots_take_no_more_than_is_free(engines: Engines) -> None:
+    """States fill what was planned for them, and experts are missed: nobody gives, and nobody holds
+    more than is theirs at any time."""
+    engine = engines()
+    with_room_for(engine, 24, 3300)
+    planned = engine.stats()
+    engine.warm(ids_of(1, planned.state_limit_bytes // 640 - 350))
+    for number in range(12):
+        output(engine, ids_of(2 + number % 2, 20), 30)
+        assert adds_up(engine).experts.slots == planned.experts.slots
+    assert engine.stats().experts.misses > planned.experts.misses + 10
+
+
 def test_slots_that_were_asked_for_stay(engines: Engines) -> None:
     """`expert_slots=12`: not one is lent, whatever is needed; the path that does not fit beside
     them is refused."""

@@ -92,10 +92,14 @@ def shapes(num_layers: int = 4, num_experts: int = 48) -> ModelSpec:
 
 
 def measure(
-    settings: ElasticSettings, folder: Path, *, on_turn: OnTurn | None = None
+    settings: ElasticSettings,
+    folder: Path,
+    *,
+    spec: ModelSpec | None = None,
+    on_turn: OnTurn | None = None,
 ) -> list[Figure]:
     """The model is written to `folder` first."""
-    source = RandomWeights(shapes(), seed=0)
+    source = RandomWeights(spec or shapes(), seed=0)
     source.check()
     convert(source, folder / "model", quant="int8", files={})
     runs = Runs(settings, folder / "model", "int8", on_turn)
