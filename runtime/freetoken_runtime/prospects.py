@@ -87,6 +87,10 @@ class Prospect:
     prompt_rate: float
 
     @property
+    def even_pace(self) -> Pace:
+        return next(pace for pace in self.paces if pace.hit_rate == self.even_hit_rate)
+
+    @property
     def slots(self) -> int:
         return sum(self.plan.slots) if self.plan is not None else 0
 
@@ -208,7 +212,7 @@ def advice(found: Prospect, converted: bool, int4: Prospect) -> str:
         return "all of it fits in memory: nothing is fetched"
     if not converted:
         return "convert it: an expert is then one record in the form that computes, with a checksum"
-    if found.paces[0].waiting > 0.5:
+    if found.even_pace.waiting > 0.5:
         missing = found.needs.experts_bytes - found.plan.slots_bytes
         return f"the disk sets the pace: {missing / (1 << 30):.1f} GiB more would hold all experts"
     return "memory sets the pace, not the disk"
@@ -216,7 +220,7 @@ def advice(found: Prospect, converted: bool, int4: Prospect) -> str:
 
 def _outlook(found: Prospect) -> str:
     assert found.plan is not None
-    pace = f"{found.paces[0].tokens_per_s:.1f} tokens/s"
+    pace = f"{found.even_pace.tokens_per_s:.1f} tokens/s"
     if found.level == "none" or not found.needs.experts:
         return f"all in memory, {pace}"
     return f"{found.slots} of {found.needs.experts} experts in memory, {pace} or more"

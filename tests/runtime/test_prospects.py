@@ -143,6 +143,17 @@ def test_advice(budget: int, quant: Quant | None, converted: bool, says: str) ->
     assert says in line and "\n" not in line, line
 
 
+def test_advice_does_not_follow_the_hit_rates_that_were_asked_for() -> None:
+    """Oracle: the same line without them; one lies below the even rate."""
+    settings = config(600 << 20)
+    int4 = in_int4(mixture(), settings, SPEEDS)
+    lines = {
+        advice(prospect(mixture(), settings, "disk", SPEEDS, rates), False, int4)
+        for rates in ((), (0.01, 0.5))
+    }
+    assert len(lines) == 1
+
+
 def test_memory_sets_the_pace_of_a_fast_disk() -> None:
     """Oracle: the shares of a token's time."""
     speeds = replace(SPEEDS, disk=500e9)
