@@ -64,10 +64,7 @@ class Engine:
         self._config = config
         self.context_limit = spec.context_limit
         self.formats = model.formats  # matrix -> how its weights are held
-        self.notes = (
-            *model.notes,
-            *config.notes(),
-        )  # what was not done as asked, one sentence each
+        self.notes = model.notes + config.notes()  # what was not as asked, one sentence each
         # Everything that decides a state; see `digest`.
         parts = {**model.fingerprint_parts(), **config.fingerprint_parts()}
         self.fingerprint = fingerprint({**parts, "kv_dtype": "float32"})
