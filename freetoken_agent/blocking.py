@@ -3,8 +3,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
+import anyio
 import anyio.from_thread
 import anyio.to_thread
 
@@ -14,7 +16,18 @@ T = TypeVar("T")
 async def in_thread(work: Callable[[], T]) -> T:
     """What blocking work returns; the event loop goes on meanwhile. It is waited for even when the
     task is cancelled."""
-    return await anyio.to_thread.run_sync(work)
+    running = asyncio.ensure_future(anyio.to_thread.run_sync(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        # A shielded scope of anyio does not hold back `Task.cancel`, which may come again.
+        with anyio.CancelScope(shield=True):
+            while not running.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # the cancel matters more; this keeps asyncio from reporting it
+        raise
 
 
 def wait_for(make: Callable[[], Awaitable[T]]) -> T:

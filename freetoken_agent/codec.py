@@ -56,7 +56,7 @@ class CallMark:
 class BranchBody:
     """`position`: how many log steps are applied. `tip`: the head behind the last step, kept while
     some are undone. `pins`: segment ids whose states are protected. `calls`: of the open calls at
-    the head, those that were decided or started; any edit of the branch forgets them."""
+    the head, those that were decided or started; `rewind`, `undo` and `redo` forget them."""
 
     tail: Tail = "closed"
     position: int = 0

@@ -224,7 +224,7 @@ class Handle:
                 batch.edit = self.edit(label or "batch", lambda _, __: after)
                 self._dropped.update(batch.dropped)
                 if batch.forgets_calls:
-                    self.forget_calls()
+                    self.branch.mark_calls(())
         finally:
             with self.lock:
                 self._batch = None
@@ -234,13 +234,14 @@ class Handle:
         opened = {after.places[index].body.id for index in open_calls(after.places)}
         return [mark for mark in self.branch.calls if mark.segment in opened]
 
-    def forget_calls(self) -> None:
-        """Open calls count as never started and undecided; in a batch, when it ends."""
+    def forgetting_calls(self, made: Edit) -> Edit:
+        """`made`, after which open calls count as new; in a batch, when it ends."""
         with self.lock:
             if self._batch is not None:
                 self._batch.forgets_calls = True
             elif self.branch.calls:
                 self.branch.mark_calls(())
+        return made
 
     def pin(self, segment: str, *, pinned: bool) -> None:
         """Protect the state at the end of a segment, or let go of it. Durable, and no undo step.

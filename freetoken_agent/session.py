@@ -210,8 +210,8 @@ class Session(SessionReader):
         before: Segment | str | None = None,
         dry_run: bool = False,
     ) -> Edit:
-        """Cut the path: the last `turns` turns, or behind `to`, or before `before`. It also
-        forgets which open calls were started or approved."""
+        """Cut the path: the last `turns` turns, behind `to`, or before `before`. Calls open there
+        count as new: neither approved nor started."""
         if [turns, to, before].count(None) != 2:
             raise InvalidEdit("give exactly one of turns=, to= and before=")
 
@@ -221,9 +221,7 @@ class Session(SessionReader):
             return edits.cut(layout, path, self._position(path, after=to, before=before))
 
         made = self._edit("rewind", rewrite, dry_run)
-        if not dry_run:
-            self._handle.forget_calls()
-        return made
+        return made if dry_run else self._handle.forgetting_calls(made)
 
     def apply_changes(
         self,
