@@ -30,6 +30,9 @@ def step_constraint(
         )
     if not shapes and options.output_schema is None:
         return None
+    bound = options.allowed_tools is not None or options.output_schema is not None
+    if options.sampling.force and choice == "auto" and not bound:
+        return None  # what the caller forces need not be what the model may write
     writer = model.format.writer
     if choice != "none" and shapes and not writer.writes_calls:
         if choice == "auto" and options.allowed_tools is None and options.output_schema is None:

@@ -139,3 +139,11 @@ def test_an_id_forced_from_outside_that_does_not_fit_is_an_error() -> None:
     assert constraint is not None
     with pytest.raises(InvalidSampling, match="does not fit the grammar"):
         constraint.accept(ord("x"))
+
+
+def test_ids_that_the_caller_forces_free_a_step_that_nothing_else_binds() -> None:
+    """Oracle: the rule; a demanded call stays one."""
+    model = ScriptedModel([])
+    assert step_constraint(model, [LS], "start", GenerateOptions.parse({"force": [65]})) is None
+    bound = GenerateOptions.parse({"force": [65], "tool_choice": "required"})
+    assert step_constraint(model, [LS], "start", bound) is not None
