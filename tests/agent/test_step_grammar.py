@@ -42,7 +42,7 @@ def leading(tools: list[dict[str, Any]], **options: Any) -> str:
             {"tool_choice": "required", "allowed_tools": ["ls"]},
             '<tool_call>\n{"name": "ls", "arguments": {"path": "',
         ),
-        ({"output_schema": {"const": [1, 2]}}, "[1, 2]"),
+        ({"output_schema": {"const": [1, 2]}, "tool_choice": "none"}, "[1, 2]"),
     ],
 )
 def test_what_a_step_must_begin_with(options: dict[str, Any], expected: str) -> None:
