@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .sampler import SamplingParams, TokenConstraint
     from .state.digest import Fingerprint
 
-# oneDNN, and torch in front of it, keep a compiled GEMM for each number of rows they have met, 1,024
-# of them and half a MB each: a mixture's groups of rows fill that, and no budget counts it. The
-# settings are read at the first GEMM.
+# oneDNN, and torch in front of it, keep a compiled GEMM for each number of rows they have met,
+# 1,024 of them and half a MB each: a mixture's groups of rows fill that, and no budget counts it.
+# The settings are read at the first GEMM.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 

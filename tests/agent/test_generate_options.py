@@ -11,7 +11,6 @@ import pytest
 from freetoken_agent import Session
 from freetoken_agent.generate_options import (
     GenerateKwargs,
-    GenerateOptions,
     UnknownOption,
 )
 from freetoken_agent.model import InvalidSampling, SamplingOptions
