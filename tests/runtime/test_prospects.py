@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from freetoken_runtime import Engine, EngineConfig
+from freetoken_runtime.bench import speeds
 from freetoken_runtime.bench.offload_model import shapes
 from freetoken_runtime.bench.speeds import Speed, measure_kernel, measure_reads, scratch_file
 from freetoken_runtime.config import Host, Quant, ResolvedConfig, read_host, resolve
@@ -156,10 +157,10 @@ def test_advice_does_not_follow_the_hit_rates_that_were_asked_for() -> None:
 
 def test_memory_sets_the_pace_of_a_fast_disk() -> None:
     """Oracle: the shares of a token's time."""
-    speeds = replace(SPEEDS, disk=500e9)
-    found = prospect(mixture(), config(260 << 20, "int4"), "disk", speeds)
+    fast = replace(SPEEDS, disk=500e9)
+    found = prospect(mixture(), config(260 << 20, "int4"), "disk", fast)
     assert found.paces[0].waiting < 0.5
-    line = advice(found, True, in_int4(mixture(), config(260 << 20), speeds))
+    line = advice(found, True, in_int4(mixture(), config(260 << 20), fast))
     assert line.startswith("memory sets the pace")
 
 
@@ -217,6 +218,20 @@ def test_speeds_are_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_large_experts_are_measured_by_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the bytes. Else a feed-forward of gigabytes would be built several times."""
+    monkeypatch.setattr(speeds, "_LARGEST_BYTES", 1 << 20)
+    large = ExpertForm.of(ExpertSpec(2048), 1024, "int4", torch.float32, 32)
+    assert large.layout.size_bytes > 3 << 20
+    kernel = measure_kernel(large, 1)
+    assert 15 << 16 < kernel.expert_bytes <= 1 << 20
+    with scratch_file(tmp_path, 8 << 20) as file:
+        reads = measure_reads([file], 1 << 30)
+    assert reads is not None and reads.record_bytes == 1 << 20
+
+
 def test_noise_is_said() -> None:
     """Oracle: a third."""
     assert Speed.of([1.0, 1.5, 1.2]).noisy and not Speed.of([1.0, 1.3, 1.1]).noisy
@@ -240,7 +255,7 @@ def test_the_worked_example_of_the_page_on_offloading() -> None:
     )
     assert len(rows) == 4 and "reads 30 GB/s" in page and "disk 3.2 GB/s" in page
     spec = replace(shapes(48, 128), vocab_size=151_936)
-    for budget, slots, tokens, even, speeds in rows:
+    for budget, slots, tokens, even, told in rows:
         asked = EngineConfig(ram_budget_bytes=int(budget) << 30, quant="int4", threads=2)
         settings = resolve(asked, Host(cores=2, memory_bytes=32 << 30, threads=None))
         found = prospect(spec, settings, "disk", Speeds(30e9, 3.2e9, 320e9), (0.6, 0.9))
@@ -250,4 +265,4 @@ def test_the_worked_example_of_the_page_on_offloading() -> None:
         assert round(100 * found.even_hit_rate) == int(even)
         paces = {pace.hit_rate: pace.tokens_per_s for pace in found.paces}
         wanted = [paces[rate] for rate in (found.even_hit_rate, 0.6, 0.9)]
-        assert [f"{pace:.1f}" for pace in wanted] == speeds.replace(" ", "").split("|"), budget
+        assert [f"{pace:.1f}" for pace in wanted] == told.replace(" ", "").split("|"), budget

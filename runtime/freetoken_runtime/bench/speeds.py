@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from ..experts.supply import FETCH_THREADS
 from ..layers.expert import Expert
 
 _COLD_BYTES = 256 << 20  # more than any cache of the machines meant here
+_LARGEST_BYTES = 64 << 20  # of what is measured with: some feed-forwards have gigabytes
 _ROWS = 256  # a chunk of a long prompt
 _ROUNDS = 5
 _READ_BYTES = 192 << 20  # of the disk, a round
@@ -74,7 +75,9 @@ class ReadSpeed:
 
 
 def measure_kernel(form: ExpertForm, threads: int) -> KernelSpeeds:
-    """With random weights of this form, which take turns so that each comes from memory."""
+    """With random weights of this form, which take turns so that each comes from memory. Large
+    experts are measured by a part of them."""
+    form = _part(form)
     with torch.inference_mode():
         experts = _experts(form, max(2 * threads, -(-_COLD_BYTES // form.layout.size_bytes)))
     shares = [experts[start::threads] for start in range(threads)]
@@ -101,7 +104,9 @@ def measure_kernel(form: ExpertForm, threads: int) -> KernelSpeeds:
 
 
 def measure_reads(files: Sequence[Path], record_bytes: int) -> ReadSpeed | None:
-    """None if the files hold too little to read. OSError, FtwError."""
+    """None if the files hold too little to read. OSError, FtwError. Of large records a part is
+    read."""
+    record_bytes = min(record_bytes, _LARGEST_BYTES)
     places = [
         (path, path.stat().st_size - record_bytes)
         for path in files
@@ -152,6 +157,16 @@ def scratch_file(folder: Path, size_bytes: int = _COLD_BYTES) -> Iterator[Path]:
             file.write(block)
         file.flush()
         yield Path(file.name)
+
+
+def _part(form: ExpertForm) -> ExpertForm:
+    """The first neurons of experts of this form, as many as are not too large."""
+    inner = form.spec.intermediate_size
+    most = inner * _LARGEST_BYTES // form.layout.size_bytes // form.group * form.group
+    if inner <= most:
+        return form
+    spec = replace(form.spec, intermediate_size=max(form.group, most))
+    return ExpertForm.of(spec, form.width, form.quant, form.dtype, form.group)
 
 
 def _experts(form: ExpertForm, count: int) -> list[Expert]:
