@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         InvalidOutputType,
         InvalidRule,
         InvalidTool,
+        MCPMissing,
+        MCPServerFailed,
         ModelRetry,
         NothingToGenerate,
         NothingToRedo,
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from .generate_options import OptionUnsupported, UnknownOption
     from .generation import Generation, GenerationInUse, GenerationUnfinished
     from .local_model import LocalModel
+    from .mcp import MCPServer
     from .model import (
         ContextOverflow,
         InvalidSampling,
@@ -159,6 +162,8 @@ _MODULES = {
         "InvalidOutputType",
         "InvalidRule",
         "InvalidTool",
+        "MCPMissing",
+        "MCPServerFailed",
         "ModelRetry",
         "NothingToGenerate",
         "NothingToRedo",
@@ -201,6 +206,7 @@ _MODULES = {
     ".generate_options": ("OptionUnsupported", "UnknownOption"),
     ".generation": ("Generation", "GenerationInUse", "GenerationUnfinished"),
     ".local_model": ("LocalModel",),
+    ".mcp": ("MCPServer",),
     ".model": ("ContextOverflow", "InvalidSampling", "Model", "ModelClosed", "ModelUnusable"),
     ".run_context": ("RunContext",),
     ".segments": (
@@ -266,6 +272,9 @@ __all__ = [
     "InvalidToolResult",
     "Limits",
     "LocalModel",
+    "MCPMissing",
+    "MCPServer",
+    "MCPServerFailed",
     "Miss",
     "Model",
     "ModelClosed",

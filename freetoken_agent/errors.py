@@ -27,6 +27,8 @@ FreetokenError
 │   └── InvalidOutput        the answer is not of the output type, and no attempt is left
 ├── RunUnfinished            the result of a run that has not ended
 ├── PromptDiffers            the session's preamble is not the agent's, and must not be replaced
+├── MCPMissing               the package mcp is not installed
+├── MCPServerFailed          an MCP server that does not start, answer, or stay
 ├── ModelRetry               raised by a tool: the model shall try again, with this text
 ├── ToolFailed               raised by a tool: this text is its result, an error
 └── StorageError
@@ -187,6 +189,18 @@ class ToolFailed(FreetokenError):
     """Raise it in a tool: the model sees the text as the call's result, marked as an error."""
 
     code = "tool_failed"
+
+
+class MCPMissing(FreetokenError):
+    """MCP needs the package mcp, which is an extra."""
+
+    code = "mcp_missing"
+
+
+class MCPServerFailed(FreetokenError):
+    """An MCP server could not be started, reached, or asked for its tools."""
+
+    code = "mcp_server_failed"
 
 
 class GenerationConflict(SessionConflict):
