@@ -121,7 +121,8 @@ class Agent(Generic[Deps, Output]):
     text, or a function of the `RunContext`; None leaves a session's as it is. `sampling`: options
     of `generate`, such as `temperature`. `context_rules`: what a run edits in its context before
     a model call, in this order. `prompt_policy`: what a run does with a session whose preamble
-    differs. InvalidAgent, ToolNameTaken, UnsupportedSchema, InvalidOutputType."""
+    differs. `trace_content`: whether spans of OpenTelemetry hold texts, arguments and results.
+    InvalidAgent, ToolNameTaken, UnsupportedSchema, InvalidOutputType."""
 
     model: Model | str | None = None
     name: str = "agent"
@@ -136,6 +137,7 @@ class Agent(Generic[Deps, Output]):
     deps_type: type[Deps] | None = None
     prompt_policy: PromptPolicy = "replace"
     result_limit: ResultLimit = ResultLimit()
+    trace_content: bool = False
     _output: OutputType = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -44,6 +44,7 @@ from .segments import Content, Reply, Segment, Usage, as_text
 from .shared_models import shared_model
 from .store import MEMORY, Store
 from .toolsets import Toolbox, listed_tools
+from .tracing import RunTrace
 
 if TYPE_CHECKING:
     from .session import Session
@@ -75,6 +76,7 @@ class Run(Generic[Output]):
         self._options = options
         self._events: AsyncGenerator[RunEvent, None] | None = None
         self._generation: Generation | None = None
+        self._trace = RunTrace(agent.name, content=agent.trace_content)
         self._rules = RuleStage(agent, self._add_usage)
         self._stage: ToolStage | None = None
         self._cancelled: CancelMode | None = None
@@ -126,6 +128,13 @@ class Run(Generic[Output]):
                 self._stage.cancel()
 
     async def _drive(self) -> AsyncGenerator[RunEvent, None]:
+        content = self._options.content
+        with self._trace.run(None if content is None else as_text(content)):
+            async with aclosing(self._go()) as run:
+                async for event in run:
+                    yield event
+
+    async def _go(self) -> AsyncGenerator[RunEvent, None]:
         self._started_s = time.monotonic()
         await self._open()
         async with aclosing(self._begin()) as begun:
@@ -139,6 +148,7 @@ class Run(Generic[Output]):
             finish = self._finish
         if self._result is None:
             self._result = self._ended(finish, None)
+        self._trace.finished(finish)
         yield events.RunFinished(**self._place(), finish_reason=finish, usage=self._usage)
 
     async def _open(self) -> None:
@@ -150,6 +160,7 @@ class Run(Generic[Output]):
             self._session = options.session
         else:
             self._session = await in_thread(partial(_new_session, agent))
+        self._trace.opened(self._session)
         self._writer = self._session.begin_run(f"run {agent.name}")
         self._before = {segment.id for segment in self._session.path()}
         self._finish: RunFinishReason | None = None
@@ -228,20 +239,23 @@ class Run(Generic[Output]):
             group=self._writer.group,
         )
         self._steps += 1
-        async with Generation(step) as generation:
-            self._generation = generation
-            try:
-                async for event in generation:
-                    yield event
-            finally:
-                self._generation = None
-        self._reply = generation.reply
+        with self._trace.model_call(self._steps - 1) as replied:
+            async with Generation(step) as generation:
+                self._generation = generation
+                try:
+                    async for event in generation:
+                        yield event
+                finally:
+                    self._generation = None
+            self._reply = generation.reply
+            replied(self._reply)
         self._add_usage(self._reply.usage)
         await call_hook(self._agent.hooks.after_model, self._context(), self._reply)
         await self._take_reply(self._reply)
 
     def _add_usage(self, usage: Usage) -> None:
         self._usage = usage if self._usage is _NOTHING else self._usage + usage
+        self._trace.used(self._usage)
 
     async def _request(self) -> StepRequest:
         """What the next model call is asked. RunLimit."""
@@ -341,7 +355,7 @@ class Run(Generic[Output]):
             return
         self._stage = stage
         try:
-            async with aclosing(stage.run(self._place(), self._retries)) as ran:
+            async with aclosing(stage.run(self._place(), self._retries, self._trace)) as ran:
                 async for event in ran:
                     yield event
         finally:

@@ -28,6 +28,7 @@ from .segments import Segment
 from .tool_calls import ToolCall, ToolOutcome, next_retries, run_calls
 from .tool_results import result_text
 from .toolsets import Toolbox
+from .tracing import RunTrace
 
 if TYPE_CHECKING:
     from .session import Session
@@ -98,10 +99,10 @@ class ToolStage:
             loop.call_soon_threadsafe(task.cancel)
 
     async def run(
-        self, place: events.Place, retries: Mapping[str, int]
+        self, place: events.Place, retries: Mapping[str, int], trace: RunTrace
     ) -> AsyncGenerator[RunEvent, None]:
         """Run what is to run, and answer every call."""
-        self._place, self.retries = place, dict(retries)
+        self._place, self.retries, self._trace = place, dict(retries), trace
         news: asyncio.Queue[tuple[Segment, ToolOutcome] | None] = asyncio.Queue()
         waiting = await self._waiting()
         self._loop = asyncio.get_running_loop()
@@ -163,6 +164,7 @@ class ToolStage:
 
         async def finished(outcome: ToolOutcome) -> None:
             call = segments[id(outcome.call)]
+            self._trace.tool_ended(outcome)
             outcome, live = await self._seen_by_hook(outcome)
             mark = CallMark(call.id, "finished", outcome.text, outcome.is_error, live)
             await in_thread(partial(self._writer.mark, mark))
@@ -176,9 +178,15 @@ class ToolStage:
             if marks:
                 await in_thread(partial(self._writer.mark, *marks))
             return await run_calls(
-                self._toolbox, ordered, self._context, retries=retries, on_finish=finished
+                self._toolbox,
+                ordered,
+                self._context,
+                retries=retries,
+                on_start=self._trace.tool_started,
+                on_finish=finished,
             )
         finally:
+            self._trace.tools_left()
             news.put_nowait(None)
 
     async def _seen_by_hook(self, outcome: ToolOutcome) -> tuple[ToolOutcome, str | None]:
