@@ -38,6 +38,8 @@ QUESTION = "I fly to Oslo tomorrow. What should I pack?"
 WRONG = '{"forecast": "sunny, 24 degrees"}'
 RIGHT = '{"forecast": "heavy snow, -8 degrees"}'
 FOLLOW_UP = "And what do I need for the evening?"
+SUNNY = "Tomorrow it will be sunny in Oslo, 24 degrees."
+SNOW = "Tomorrow there will be heavy snow in Oslo, -8 degrees."
 AGENT_QUESTION = "I fly to Oslo tomorrow. What should I pack, and where do I sleep?"
 # greedy; a small model would otherwise repeat the tool's own words
 ASK: GenerateKwargs = {"max_tokens": 40, "repetition_penalty": 1.1}
@@ -108,12 +110,12 @@ def ran(result: "Result[str]") -> dict[str, Any]:
 
 def get_weather(city: Name) -> str:
     """Tell the weather of tomorrow in a city."""
-    return WRONG
+    return SUNNY
 
 
 def find_hotel(city: Name) -> str:
     """Find a hotel in a city."""
-    return '{"hotel": "Grand Hotel", "price": "120 euros"}'
+    return "The Grand Hotel in Oslo has rooms for 120 euros."
 
 
 def one_tool_after_another(context: "RunContext[None]", request: "StepRequest") -> "StepRequest":
@@ -203,8 +205,8 @@ def act_agent(store: "Store", model: "LocalModel") -> None:
     results = s.find(kind="tool_result")
     with s.batch("correct the weather"):
         s.rewind(to=results[-1])
-        price = s.replace(results[0], RIGHT, dry_run=True).plan
-        s.replace(results[0], RIGHT)
+        price = s.replace(results[0], SNOW, dry_run=True).plan
+        s.replace(results[0], SNOW)
     second = agent.run_sync(session=s)
     claim(
         (second.usage.prefill_tokens, second.usage.reused_tokens)
@@ -213,7 +215,7 @@ def act_agent(store: "Store", model: "LocalModel") -> None:
         predicted=price.prefill_tokens,
         paid=second.usage.prefill_tokens,
     )
-    tell("corrected", result=RIGHT, planned=price.prefill_tokens, **ran(second))
+    tell("corrected", result=SNOW, planned=price.prefill_tokens, **ran(second))
 
 
 def act_cold(store: "Store", model: "LocalModel") -> None:
