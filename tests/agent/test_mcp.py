@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import anyio
 import pytest
+from mcp import Client, StdioServerParameters
 
 from freetoken_agent import (
     Agent,
@@ -25,6 +27,7 @@ from freetoken_agent import (
     ToolNameTaken,
     tool,
 )
+from freetoken_agent.mcp_connection import Link, ServerGone
 from freetoken_agent.testing import Call, ScriptedModel, Step
 from freetoken_agent.tool_calls import ToolOutcome
 from freetoken_agent.tool_testing import call_tool
@@ -217,9 +220,14 @@ async def test_the_list_is_frozen_for_a_run(log: Path) -> None:
     ]  # fmt: skip
 
 
-async def test_servers_are_closed_in_any_order_by_any_task(log: Path, http: HttpChild) -> None:
+@pytest.mark.parametrize("closed", ["stdio", "http"])
+async def test_servers_are_closed_in_any_order_by_any_task(
+    log: Path, http: HttpChild, closed: str
+) -> None:
     """Oracle: nothing is cancelled but what was closed; a call in flight gets an error."""
     first, second = stdio(log), MCPServer.http(http.url)
+    if closed == "http":
+        first, second = second, first
     wait = next(one for one in await first.list_tools() if one.name == "wait")
     assert (await ask(second, "add", a=1, b=1)).text == "2"
     flying = asyncio.create_task(call_tool(wait, {"seconds": 60}))
@@ -229,6 +237,26 @@ async def test_servers_are_closed_in_any_order_by_any_task(log: Path, http: Http
     assert (await ask(second, "add", a=2, b=2)).text == "4"
     assert (await ask(first, "add", a=3, b=3)).text == "6", "the next use connects again"
     await asyncio.gather(first.close(), second.close(), first.close())
+
+
+async def test_a_request_ends_with_its_connection(log: Path) -> None:
+    """Oracle: the documented signal, for a request that would never end by itself."""
+    server = StdioServerParameters(command=sys.executable, args=[str(CHILD), str(log)])
+    link = Link(lambda: Client(server), 30.0)
+    begun = threading.Event()
+
+    async def never(_: Client) -> None:
+        begun.set()
+        await anyio.sleep_forever()
+
+    flying = asyncio.create_task(link.request(never))
+    await asyncio.to_thread(begun.wait, 30)
+    await asyncio.to_thread(link.close)
+    with pytest.raises(ServerGone) as gone:
+        await flying
+    assert gone.value.asked
+    with pytest.raises(ServerGone, match="closed"):
+        await link.connect()
 
 
 async def test_a_cancelled_call_leaves_the_connection_alone(log: Path) -> None:
