@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, chat, convert, demo, doctor, models, sessions
+from . import bench, chat, convert, demo, doctor, models, run, sessions
 from .output import command
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ app.command("pull")(command(models.pull_command))
 app.command("models")(command(models.models_command))
 app.command("convert")(command(convert.convert_command))
 app.command("chat")(command(chat.chat_command))
+app.command("run")(command(run.run_command))
 app.add_typer(sessions.app, name="sessions")
 app.command("doctor")(command(doctor.doctor_command))
 app.add_typer(bench.app, name="bench")
