@@ -144,6 +144,19 @@ def bench_fork(
     _run(_forks(settings), model, threads, strict)
 
 
+@app.command("agent")
+@command
+def bench_agent(
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    model: ModelName = "smollm2",
+    strict: Strict = False,
+    json: Json = False,
+) -> None:
+    """What the agent layer costs: per token, per step, after an edit, behind a slow tool."""
+    _run(_agents(SessionSettings(model, rounds=rounds, threads=threads)), model, threads, strict)
+
+
 @app.command("experts")
 @command
 def bench_experts(
@@ -215,7 +228,7 @@ def bench_all(
         "prefill": _prefill(model, 1024, 5, threads),
         "decode": _decode(model, 64, 5, threads),
     }
-    measures |= _edits(settings) | _restarts(settings) | _forks(settings)
+    measures |= _edits(settings) | _restarts(settings) | _forks(settings) | _agents(settings)
     _run(measures, model, threads, strict)
 
 
@@ -263,6 +276,15 @@ def _edits(settings: SessionSettings) -> dict[str, Measure]:
         "edit": _in_a_folder(measure_edit, settings),
         "edit under load": _in_a_folder(measure_load, settings),
     }
+
+
+def _agents(settings: SessionSettings) -> dict[str, Measure]:
+    from .bench_agent import measure_agent, measure_overhead
+
+    def overhead(on_turn: OnTurn) -> list[Figure]:
+        return measure_overhead(settings.rounds, on_turn=on_turn)
+
+    return {"agent": overhead, "agent on a model": _in_a_folder(measure_agent, settings)}
 
 
 def _restarts(settings: SessionSettings) -> dict[str, Measure]:
