@@ -71,16 +71,12 @@ class Summarise(ContextRule):
         return changes if longest.input_tokens < session.plan().input_tokens else ()
 
     def priced_writing(self, session: "Session") -> ReusePlan | None:
-        _, kept = self._parts(session)
-        asked = InsertBefore(kept[0], "user", self.prompt)
-        changes: list[Change] = [asked, *(Remove(segment) for segment in kept)]
-        return session.apply_changes(changes, thinking=False, dry_run=True).plan
+        return session.apply_changes(self._asking(session), thinking=False, dry_run=True).plan
 
     async def write(self, session: "Session", changes: Sequence[Change]) -> Written:
-        _, kept = self._parts(session)
-        fork = await in_thread(partial(session.fork, before=kept[0]))
+        fork = await in_thread(session.fork)
         try:
-            await in_thread(partial(fork.append, "user", self.prompt))
+            await in_thread(partial(fork.apply_changes, self._asking(session)))
             reply = await fork.reply(thinking=False, tool_choice="none", max_tokens=self.max_tokens)
         finally:
             with anyio.CancelScope(shield=True):
@@ -89,6 +85,11 @@ class Summarise(ContextRule):
         if not text:
             return Written((), reply.usage)
         return Written(tuple(_with_summary(change, text) for change in changes), reply.usage)
+
+    def _asking(self, session: "Session") -> Sequence[Change]:
+        """The prompt in the place of the turns that stay."""
+        _, kept = self._parts(session)
+        return [InsertBefore(kept[0], "user", self.prompt), *(Remove(one) for one in kept)]
 
     def _parts(self, session: "Session") -> tuple[list[Segment], list[Segment]]:
         """The segments of the old turns, and of those that stay."""
