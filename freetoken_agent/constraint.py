@@ -6,8 +6,10 @@ once for a demand; each generation gets a copy. Once the grammar is complete onl
 a turn may follow.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -133,12 +135,19 @@ def vocabulary(tokenizer: Tokenizer, stops: frozenset[int]) -> Vocabulary:
 
 def check_schema(schema: Mapping[str, Any]) -> None:
     """UnsupportedSchema if a JSON schema holds what cannot be enforced while a model writes."""
+    fault = _fault_of(json.dumps(schema))
+    if fault:
+        raise _refused(fault)
+
+
+@lru_cache(maxsize=512)  # every step of a run asks about the same tools
+def _fault_of(schema: str) -> str:
+    """What llguidance says of a schema; '' if it can be enforced."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
-        dict(schema), overrides={"coerce_one_of": True}
+        schema, overrides={"coerce_one_of": True}
     )
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
-    if failed:
-        raise _refused(messages[0])
+    return messages[0] if failed else ""
 
 
 def _refused(message: str) -> UnsupportedSchema:
