@@ -315,6 +315,16 @@ def test_s12_edits_and_cancels_between_events_never_break_the_pairs(
     asyncio.run(play(plan, leave))
 
 
+@pytest.mark.slow
+@given(PLANS, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_s12_many_edits_and_cancels_between_events(
+    plan: dict[int, tuple[str, int]], leave: bool
+) -> None:
+    """The same, longer."""
+    asyncio.run(play(plan, leave))
+
+
 async def play(plan: dict[int, tuple[str, int]], leave: bool) -> None:
     model = ScriptedModel([["Look.", *PAIR], PAIR, "a", "b", "c", "d", "e"])
     with Store(":memory:") as store:
