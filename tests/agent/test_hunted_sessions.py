@@ -196,15 +196,15 @@ def test_json_that_is_too_deep_is_refused(
 @pytest.mark.parametrize(
     "value", ["[" * 400 + "]" * 400, "[" * 5000 + "]" * 5000, "NaN", "-Infinity", "1e999"]
 )
-def test_s37_a_call_whose_arguments_are_not_json_is_text(store: Store, value: str) -> None:
-    """Oracle: what was sampled, as text; the session goes on."""
+def test_s37_a_call_whose_arguments_are_not_json_has_none(store: Store, value: str) -> None:
+    """Oracle: what was sampled, as the call's text; the session goes on."""
     unit = f'<tool_call>\n{{"name": "f", "arguments": {{"n": {value}}}}}\n</tool_call>'
     model = ScriptedModel([Raw(unit + "<|im_end|>"), "fine"])
     session = store.create("s", model)
     session.append("user", "go")
     reply = session.generate_sync(max_tokens=20_000)
-    assert not reply.calls
-    assert reply.text == unit
+    [call] = reply.calls
+    assert (call.tool, call.arguments, call.text) == ("f", None, unit)
     session.append("user", "again")
     assert session.generate_sync().text == "fine"
 

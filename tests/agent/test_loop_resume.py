@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -126,6 +126,15 @@ def interrupting() -> AnyTool:
     return interrupt
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """A process that was started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("inside_a_loop", [False, True], ids=["plain", "inside a loop"])
 def test_s11_ctrl_c_on_run_sync_leaves_a_session_that_goes_on(
     memory_store: Store, inside_a_loop: bool
