@@ -55,9 +55,10 @@ class MCPServer:
         *,
         prefix: str = "",
         connect_timeout_s: float = CONNECT_S,
+        has_sessions: bool = False,
         settings: ToolSettings,
     ) -> None:
-        """Use `stdio` or `http`. `make`: a new client, every time."""
+        """Use `stdio` or `http`. `make`: a new client, every time; `has_sessions`: as HTTP has."""
         if importlib.util.find_spec("mcp") is None:
             raise MCPMissing(
                 "the package mcp is not installed",
@@ -68,6 +69,7 @@ class MCPServer:
         self._make = make
         self._prefix = prefix
         self._timeout_s = connect_timeout_s
+        self._has_sessions = has_sessions
         self._settings: ToolSettings = {"validate_after": True, **settings}
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -124,7 +126,14 @@ class MCPServer:
                 async with Client(streamable_http_client(url, http_client=http)) as client:
                     yield client
 
-        return cls(url, make, prefix=prefix, connect_timeout_s=connect_timeout_s, settings=settings)
+        return cls(
+            url,
+            make,
+            prefix=prefix,
+            connect_timeout_s=connect_timeout_s,
+            has_sessions=True,
+            settings=settings,
+        )
 
     @property
     def known_tools(self) -> None:
@@ -134,15 +143,17 @@ class MCPServer:
     async def list_tools(self) -> Sequence[AnyTool]:
         """The tools as they are now. MCPServerFailed; InvalidTool for one that no model can call.
         A connection that turns out to be dead is replaced, once."""
+        from mcp import MCPError
+
         try:
             try:
                 listed = await self._ask(_list)
-            except ServerGone as gone:
-                if not gone.asked:
+            except (ServerGone, MCPError) as error:
+                if isinstance(error, ServerGone) and not error.asked:
                     raise
                 listed = await self._ask(_list)
-        except ServerGone as gone:
-            raise self._failed("could not be asked for its tools", gone) from gone
+        except (ServerGone, MCPError) as error:
+            raise self._failed("could not be asked for its tools", error) from error
         return [self._tool(one) for one in listed]
 
     async def close(self) -> None:
@@ -172,7 +183,7 @@ class MCPServer:
     def _open_link(self) -> Link:
         with self._lock:
             if self._link is None:
-                self._link = Link(self._make, self._timeout_s)
+                self._link = Link(self._make, self._timeout_s, has_sessions=self._has_sessions)
             return self._link
 
     async def _ask(self, ask: "Callable[[Client], Awaitable[T]]") -> T:
@@ -202,9 +213,9 @@ class MCPServer:
             raise ToolFailed(said)
         return said
 
-    def _failed(self, what: str, gone: ServerGone) -> MCPServerFailed:
+    def _failed(self, what: str, why: Exception) -> MCPServerFailed:
         return MCPServerFailed(
-            f"the MCP server {what}: {gone}",
+            f"the MCP server {what}: {why}",
             value=self.name,
             remedy="look at what it logs, start it by hand, and see that command or url are right",
         )

@@ -77,10 +77,13 @@ class PortalThread:
 
 class Link:
     """A server as seen from any thread and event loop: connected when that is needed, again and
-    again, until it is closed; then everything is ServerGone."""
+    again, until it is closed; then everything is ServerGone. `has_sessions`: after an error of the
+    protocol a new connection is made, for a server that was started again knows no old session, and
+    says so in words of its own."""
 
-    def __init__(self, make: MakeClient, timeout_s: float) -> None:
+    def __init__(self, make: MakeClient, timeout_s: float, *, has_sessions: bool = False) -> None:
         self._make = make
+        self._has_sessions = has_sessions
         self._timeout_s = timeout_s
         self._thread = PortalThread("mcp")
         self._connection: Connection | None = None
@@ -115,14 +118,15 @@ class Link:
             self._opening = anyio.Lock()
         async with self._opening:
             connection = self._connection
-            if connection is not None and not connection.is_gone:
-                return connection
-            if connection is not None:
+            if connection is not None and connection.is_gone:
                 await connection.close()
+                connection = None
             if self._closed:
                 raise ServerGone("it was closed", asked=False)
-            self._connection = connection = Connection(self._make)
-            await connection.open(self._timeout_s)
+            if connection is None:
+                self._connection = connection = Connection(self._make)
+                connection.start()
+            await connection.ready(self._timeout_s)
             return connection
 
     async def _end(self) -> None:
@@ -138,15 +142,17 @@ class Link:
         try:
             return await connection.request(ask)
         except MCPError as error:
-            if error.code != CONNECTION_CLOSED:
+            is_closed = error.code == CONNECTION_CLOSED
+            if is_closed or self._has_sessions:
+                connection.drop()
+            if not is_closed:
                 raise
-            connection.drop()
             raise ServerGone(_told(error), asked=True) from error
 
 
 class Connection:
-    """Lives in one event loop. `open` once, then `request` from any of its tasks; when `is_gone`,
-    nothing brings it back."""
+    """Lives in one event loop. `start` it once, `request` when it is `ready`, from any task; when
+    it `is_gone`, nothing brings it back."""
 
     def __init__(self, make: MakeClient) -> None:
         self._make = make
@@ -162,22 +168,24 @@ class Connection:
     def is_gone(self) -> bool:
         return self._gone.is_set() or self._stop.is_set()
 
-    async def open(self, timeout_s: float) -> None:
-        """ServerGone if there is no connection within the time."""
+    def start(self) -> None:
+        """Begin to connect."""
         self._owner = asyncio.create_task(self._own())
+
+    async def ready(self, timeout_s: float) -> None:
+        """Wait for the client. ServerGone if it is not there within the time."""
         with anyio.move_on_after(timeout_s):
             await self._settled.wait()
         if self._client is None or self.is_gone:
-            late = not self._settled.is_set()
+            is_late = not self._settled.is_set()
             await self.close()
-            raise ServerGone(
-                f"no answer in {timeout_s:g} s" if late else _told(self.error), asked=False
-            )
+            why = f"no answer in {timeout_s:g} s" if is_late else _told(self.error)
+            raise ServerGone(why, asked=False)
 
     async def request(self, ask: "Callable[[Client], Awaitable[T]]") -> T:
         """What the server answers. ServerGone if the connection ends first; what the client raises
         otherwise."""
-        assert self._client is not None, "open() comes first"
+        assert self._client is not None, "ready() comes first"
         answer: list[T] = []
         failure: list[Exception] = []
         client = self._client

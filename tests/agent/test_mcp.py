@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,22 @@ async def test_a_run_goes_on_when_an_http_server_is_killed_and_started_again(
     assert not scope.cancelled_caught
 
 
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+async def test_an_idle_server_that_was_started_again_is_used_again(
+    log: Path, http: HttpChild, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the next run's results; of a tool listed before, the second call at the latest. Older
+    servers keep sessions, which end with them."""
+    monkeypatch.setattr("mcp.Client", partial(Client, mode=mode))
+    async with MCPServer.http(http.url) as server:
+        add = next(one for one in await server.list_tools() if one.name == "add")
+        http.start()
+        outcomes = [await call_tool(add, {"a": 1, "b": 2}) for _ in range(2)]
+        assert outcomes[1].text == "3"
+        http.start()
+        assert (await ask(server, "add", a=2, b=3)).text == "5"
+
+
 async def test_a_server_that_stays_away_is_an_error_by_name(log: Path, http: HttpChild) -> None:
     """Oracle: the call's result says that it was not made; a new run fails before its first model
     call, with the documented error."""
@@ -257,6 +274,17 @@ async def test_a_request_ends_with_its_connection(log: Path) -> None:
     assert gone.value.asked
     with pytest.raises(ServerGone, match="closed"):
         await link.connect()
+
+
+async def test_a_cancelled_first_use_leaves_the_server_usable(log: Path) -> None:
+    """Oracle: the next use answers; two at once make one process."""
+    server = stdio(log)
+    with anyio.move_on_after(0.05) as scope:
+        await server.list_tools()
+    assert scope.cancelled_caught
+    seen = await asyncio.gather(ask(server, "process"), ask(server, "process"))
+    assert seen[0].text == seen[1].text
+    await server.close()
 
 
 async def test_a_cancelled_call_leaves_the_connection_alone(log: Path) -> None:
