@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from freetoken_agent.loop import Run
 
 Decisions = Mapping[str, bool | str]
+_WHOLE = 1 << 20  # characters of a call: nobody should allow what is not shown
 
 
 def run_command(
@@ -51,10 +52,10 @@ def run_command(
         from freetoken_agent import Store
 
         with Store(":memory:") as memory:
-            _talk(agent, memory.create(agent.name, chosen), message)
+            asyncio.run(_go(agent, memory.create(agent.name, chosen), message))
         return
     with opened_store(store) as opened:
-        _talk(agent, opened.create(session, chosen, exist_ok=True), message)
+        asyncio.run(_go(agent, opened.create(session, chosen, exist_ok=True), message))
 
 
 def load_agent(target: str) -> "Agent[Any, Any]":
@@ -114,10 +115,6 @@ def _model(agent: "Agent[Any, Any]", name: str | None) -> "Model":
         return shared_model(chosen)
 
 
-def _talk(agent: "Agent[Any, Any]", session: "Session", message: str | None) -> None:
-    asyncio.run(_go(agent, session, message))
-
-
 async def _go(agent: "Agent[Any, Any]", session: "Session", message: str | None) -> None:
     if message is None or session.begin_run().open_calls():
         pending = await _decided(agent, session, await _show(agent.resume_stream(session), session))
@@ -170,7 +167,7 @@ def _ask(calls: Sequence["Segment"]) -> Decisions:
         return {}
     decisions: dict[str, bool | str] = {}
     for call in calls:
-        answer = typer.prompt(f"{describe(call)}  allow? [y/n, or why not]").strip()
+        answer = typer.prompt(f"{describe(call, _WHOLE)}  allow? [y/n, or why not]").strip()
         yes, no = answer.lower() in ("y", "yes"), answer.lower() in ("n", "no")
         decisions[call.call_id or ""] = yes if yes or no else answer
     return decisions

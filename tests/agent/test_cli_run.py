@@ -124,6 +124,16 @@ def test_a_terminal_is_asked_about_approvals(
     assert answer.content == "removed a.txt"
 
 
+def test_what_is_to_be_allowed_is_shown_whole(
+    program: Path, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the argument, far longer than a line of the tree."""
+    path = "/".join(f"folder{n}" for n in range(100))
+    program.write_text(PROGRAM.replace("a.txt", path))
+    monkeypatch.setattr(run_module, "asks", lambda: True)
+    assert path in play("cleaner", "Clean", stdin="n\n").stdout
+
+
 def test_a_reason_denies_the_call(
     play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
