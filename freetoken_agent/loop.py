@@ -27,7 +27,6 @@ from .blocking import in_thread
 from .errors import (
     InvalidOutput,
     ModelRetry,
-    NothingToGenerate,
     PromptDiffers,
     RunLimit,
     RunUnfinished,
@@ -41,8 +40,7 @@ from .run_context import RunContext
 from .run_rules import RuleStage
 from .run_tools import ToolStage
 from .segments import Content, Reply, Segment, Usage, as_text
-from .shared_models import shared_model
-from .store import MEMORY, Store
+from .shared_models import session_in_memory
 from .toolsets import Toolbox, listed_tools
 from .tracing import RunTrace
 
@@ -159,7 +157,7 @@ class Run(Generic[Output]):
         if options.session is not None:
             self._session = options.session
         else:
-            self._session = await in_thread(partial(_new_session, agent))
+            self._session = await in_thread(partial(session_in_memory, agent.name, agent.model))
         self._trace.opened(self._session)
         self._writer = self._session.begin_run(f"run {agent.name}")
         self._before = {segment.id for segment in self._session.path()}
@@ -288,20 +286,27 @@ class Run(Generic[Output]):
         elapsed_s = time.monotonic() - self._started_s
         if limits.max_steps is not None and self._steps >= limits.max_steps:
             reached = "max_steps", limits.max_steps
-        elif limits.max_tool_calls is not None and self._tool_calls > limits.max_tool_calls:
-            reached = "max_tool_calls", limits.max_tool_calls
         elif limits.output_tokens and self._usage.output_tokens >= limits.output_tokens:
             reached = "output_tokens", limits.output_tokens
         elif limits.timeout_s is not None and elapsed_s >= limits.timeout_s:
             reached = "timeout_s", limits.timeout_s
-        if reached is None:
-            return
-        if limits.on_limit == "answer" and not self._last_answer:
-            self._last_answer = True
-            return
-        name, limit = reached
-        result = self._ended("limit", None)
-        raise RunLimit(f"the run reached {name}", result=result, value=limit)
+        if reached is not None:
+            self._reach(*reached)
+
+    def _reach(self, name: str, limit: float) -> None:
+        """RunLimit, unless the model may still answer without tools."""
+        if self._agent.limits.on_limit == "raise" or self._last_answer:
+            result = self._ended("limit", None)
+            raise RunLimit(f"the run reached {name}", result=result, value=limit)
+        self._last_answer = True
+
+    def _too_many(self, calls: int) -> bool:
+        """Whether the step's calls are beyond what the run may make: then none of them runs."""
+        most = self._agent.limits.max_tool_calls
+        if most is None or self._tool_calls + calls <= most:
+            return False
+        self._reach("max_tool_calls", most)
+        return True
 
     async def _take_reply(self, reply: Reply) -> None:
         """Whether the run ends with this reply, and how."""
@@ -347,6 +352,8 @@ class Run(Generic[Output]):
         )
         of_earlier_run = self._steps == 0
         decisions = self._options.decisions if of_earlier_run else None
+        if self._too_many(len(calls)):
+            stage.refuse()
         pending = await stage.decide(decisions or {})
         for call in pending:
             yield events.ApprovalRequest(**self._place(), call=call)
@@ -382,15 +389,3 @@ class Run(Generic[Output]):
             "branch": self._session.branch,
             "step": max(0, self._steps - 1),
         }
-
-
-def _new_session(agent: Agent[Any, Any]) -> "Session":
-    """A conversation in memory."""
-    model = shared_model(agent.model) if isinstance(agent.model, str) else agent.model
-    if model is None:
-        raise NothingToGenerate(
-            "the agent has no model, and the run no session",
-            value=agent.name,
-            remedy="Agent(model=…), or run(…, session=…)",
-        )
-    return Store(MEMORY).create(agent.name, model)

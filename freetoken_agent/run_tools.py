@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 DENIED = "The user did not allow this call."
+TOO_MANY = "Not called: this run may make no more calls. Answer with what you know."
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +70,8 @@ class ToolStage:
         was decided is remembered with the session."""
         pending, decided = [], []
         for call in self._calls:
+            if call.id in self._known:
+                continue
             mark = self._writer.mark_of(call)
             decision = decisions.get(call.call_id or "")
             if mark is not None and mark.state == "finished":
@@ -90,6 +93,11 @@ class ToolStage:
         if decided:
             await in_thread(partial(self._writer.mark, *decided))
         return tuple(pending)
+
+    def refuse(self) -> None:
+        """None of the calls will run: the run may not make so many."""
+        for call in self._calls:
+            self._know(call, TOO_MANY, "denied")
 
     def cancel(self) -> None:
         """End the tools; what has finished is kept. Any thread."""

@@ -188,6 +188,36 @@ async def test_a_limit_may_ask_for_an_answer_without_tools() -> None:
     assert (result.output, result.finish_reason, result.steps) == ("So it is 3.", "limit", 3)
 
 
+@pytest.mark.parametrize("on_limit", ["raise", "answer"])
+async def test_no_call_of_a_step_that_would_exceed_the_limit_runs(on_limit: Any) -> None:
+    """Oracle: how often the tool ran; the run ends with the error, or with an answer."""
+    ran: list[int] = []
+
+    @tool
+    def count(n: int) -> int:
+        """Count."""
+        ran.append(n)
+        return n
+
+    script: list[Any] = [
+        Call("count", {"n": 0}),
+        [Call("count", {"n": n}) for n in (1, 2)],
+        "I know one.",
+    ]
+    limits = Limits(max_tool_calls=2, on_limit=on_limit)
+    made = Agent(ScriptedModel(script), tools=[count], limits=limits)
+    if on_limit == "raise":
+        with pytest.raises(RunLimit, match="max_tool_calls") as caught:
+            await made.run("go")
+        result: Any = caught.value.result
+        assert len(result.session.find(kind="tool_result")) == 1
+    else:
+        result = await made.run("go")
+        assert result.output == "I know one." and result.finish_reason == "limit"
+        assert [r.error for r in result.session.find(kind="tool_result")] == [False, True, True]
+    assert ran == [0]
+
+
 async def test_approval_stops_the_whole_step_until_everything_is_decided() -> None:
     """Oracle: no result until then; then all, in call order."""
     made = agent([Call("remove", {"path": "a"}), ADD], "done")
