@@ -214,7 +214,9 @@ class Branch:
         self._body = body
 
     def mark_calls(self, calls: Sequence[CallMark]) -> None:
-        """Remember how far the open calls have come. No undo step."""
+        """Remember how far the open calls have come, if that is news. No undo step."""
+        if tuple(calls) == self._body.calls:
+            return
         body = replace(self._body, calls=tuple(calls))
         self._write(Changes(body=codec.pack_branch(body)))
         self._body = body

@@ -239,7 +239,7 @@ class Handle:
         with self.lock:
             if self._batch is not None:
                 self._batch.forgets_calls = True
-            elif self.branch.calls:
+            else:
                 self.branch.mark_calls(())
         return made
 
