@@ -54,7 +54,7 @@ class EngineConfig:
     threads: int | None = None
     ram_budget_bytes: int | None = None
     prefill: Prefill = "exact"
-    prefill_chunk: int = 256
+    prefill_chunk: int = 512
     max_batch: int = 8
     anchor_interval: int = 1024
     hash_cache: Path | None = None
