@@ -11,7 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "agents.md"
-EXAMPLES = ["approval_across_restart.py", "structured_answer.py"]
+EXAMPLES = [
+    "approval_across_restart.py",
+    "long_research.py",
+    "read_files.py",
+    "structured_answer.py",
+]
 
 
 def program() -> str:
