@@ -93,8 +93,8 @@ class GrammarWriter:
         alternatives = []
         core = closer.strip()
         if demand.choice != "required":
-            answer = self._answer(rules, demand)
-            alternatives.append(f"{rules.until(core)} {_blanks(rules, closer)} {answer}")
+            answer = rules.rule(self._answer(rules, demand))
+            alternatives.append(f"{rules.until(core)} {_blanks(closer)} {answer}")
         if writing is not None and _calls(demand):
             gap = writing.after_thought
             if gap is None or not gap.strip().startswith(core):
@@ -103,7 +103,7 @@ class GrammarWriter:
             begin = gap.lstrip()
             if begin.startswith(core):
                 rest = rules.literal(begin[len(core) :].lstrip())
-                head = f"{rules.until(core)} {_blanks(rules, begin[len(core) :])} {rest}"
+                head = f"{rules.until(core)} {_blanks(begin[len(core) :])} {rest}"
             else:
                 head = rules.until(begin)
             alternatives.append(f"{head} {calls}")
@@ -216,6 +216,6 @@ def _calls(demand: Demand) -> bool:
     return demand.choice != "none" and bool(demand.tools)
 
 
-def _blanks(rules: Rules, closer: str) -> str:
+def _blanks(closer: str) -> str:
     """Blanks that may follow a marker."""
     return "/[ \\n]{0,3}/" if closer[len(closer.rstrip()) :] else ""

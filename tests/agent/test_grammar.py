@@ -249,6 +249,16 @@ def test_s50_a_schema_binds_behind_the_thought_and_not_in_it() -> None:
     assert feed(again, tokenizer, text) == len(tokenizer.encode_frame(text)) - len("no value")
 
 
+def test_s37_no_call_begins_inside_a_thought() -> None:
+    """Oracle: written by hand: the thought has to be closed first."""
+    format = learned("chatml")
+    tokenizer = tokenizer_of(format)
+    for text, allowed in ((f"hm{CALL}", False), (f"hm\n</think>\n\n{CALL}", True)):
+        constraint = constraint_of(format, Demand("thinking", "auto", TOOLS)).copy()
+        whole = len(tokenizer.encode_frame(text))
+        assert (feed(constraint, tokenizer, text) == whole) is allowed
+
+
 def test_s49_a_value_closes_although_only_blanks_are_wanted() -> None:
     """Oracle: the value's end. The draw prefers blanks wherever they are allowed."""
     format = learned("chatml")
