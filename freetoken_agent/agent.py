@@ -143,11 +143,11 @@ class Agent(Generic[Deps, Output]):
     def __post_init__(self) -> None:
         from .agent_checks import check_agent
 
+        object.__setattr__(self, "_output", OutputType.of(self.output_type))
         check_agent(self)
         object.__setattr__(self, "tools", tuple(self.tools))
         object.__setattr__(self, "toolsets", tuple(self.toolsets))
         object.__setattr__(self, "context_rules", tuple(self.context_rules))
-        object.__setattr__(self, "_output", OutputType.of(self.output_type))
 
     @property
     def output(self) -> OutputType:

@@ -8,7 +8,6 @@ from .constraint import UnsupportedSchema, check_schema
 from .context_rules import ContextRule
 from .errors import InvalidAgent
 from .generate_options import GenerateOptions
-from .output_type import OutputType
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -45,7 +44,7 @@ def check_agent(agent: "Agent[Any, Any]") -> None:
     for tool in agent.known_tools:
         if not tool.validate_after:
             _check(f"the parameters of tool {tool.name!r}", tool.parameters)
-    schema = OutputType.of(agent.output_type).schema
+    schema = agent.output.schema
     if schema is not None:
         _check("the output type", schema)
 

@@ -3,6 +3,7 @@
 `write` returned is durable. All of them together are one undo step."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -15,6 +16,7 @@ from .coercion import coerce
 from .dialect import parse_tools
 from .errors import GenerationConflict, NothingToGenerate
 from .forks import create_named
+from .grammar import Place as Beginning
 from .handle import Handle, why_closed
 from .layout import Layout, ids_before, new_call_id, new_segment_id
 from .model import Model, PathPlan, PathUsage
@@ -82,14 +84,14 @@ class Draft:
         """The branch that is written: another one than it began on after a conflict."""
         return self._branch.name
 
-    @property
+    @cached_property
     def tools(self) -> list[dict[str, Any]]:
         """The tool schemas that the path offers."""
         found = [place.body.content for place in self._base.places if place.kind == "tools"]
         return parse_tools(found[0]) if found else []
 
     @property
-    def place(self) -> Literal["start", "thinking", "text"]:
+    def place(self) -> Beginning:
         """Where the model begins to write: at the start of its turn or behind a thought, inside a
         thought, or in a text that goes on."""
         if self.kind == "thinking":

@@ -181,16 +181,16 @@ class Run(Generic[Output]):
         if callable(system):
             system = await call_hook(system, self._context())
         schemas = self._toolbox.schemas
-        edit = await in_thread(partial(writer.set_preamble, system, schemas, dry_run=True))
+        refused = agent.prompt_policy == "error" and bool(self._before)
+        edit = await in_thread(partial(writer.set_preamble, system, schemas, dry_run=refused))
         if not edit:
             return
-        if agent.prompt_policy == "error" and self._before:
+        if refused:
             raise PromptDiffers(
                 "the session's instructions or tools are not the agent's",
                 value=self._session.name,
                 remedy="use prompt_policy='replace' or 'keep', or another session",
             )
-        edit = await in_thread(partial(writer.set_preamble, system, schemas))
         if self._before:
             await call_hook(agent.hooks.on_edit, self._context(), edit)
             yield events.ContextEdited(**self._place(), reason="preamble", edit=edit)

@@ -2,16 +2,15 @@
 """The constraint of one model call, from its options and the tools of its path."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from .constraint import GrammarConstraint, UnsupportedSchema, check_schema, vocabulary
 from .generate_options import GenerateOptions, OptionUnsupported
-from .grammar import Choice, Demand, ToolShape
+from .grammar import Choice, Demand, Place, ToolShape
 from .model import InvalidSampling, Model
 
 _WORDS: dict[str, Choice] = {"auto": "auto", "none": "none", "required": "required"}
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-Place = Literal["start", "thinking", "text"]
 
 
 def step_constraint(

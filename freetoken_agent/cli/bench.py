@@ -23,6 +23,7 @@ from freetoken_runtime.bench.timing import Figure, OnTurn, Target
 from .bench_elastic import ELASTIC_MODEL, elastic_measures
 from .bench_experts import EXPERTS_MODEL, experts_measures
 from .bench_load import Form, LoadChoice, Shape, load_measures
+from .bench_measures import Measure
 from .bench_offload import OffloadSettings, Part, offload_measures
 from .bench_sessions import SessionSettings, measure_edit, measure_fork, measure_load
 from .opening import ModelName
@@ -48,7 +49,6 @@ FOLDER_HELP = "Where the prepared models (9 GB) are kept and looked for; else th
 LOAD_MODEL = "random weights, shapes of Qwen3-0.6B and Qwen3-30B-A3B"
 OFFLOAD_MODEL = "random weights, shapes of Qwen3-30B-A3B"
 
-Measure = Callable[[OnTurn], list[Figure]]
 
 _VERDICTS = {True: Text("met", "green"), False: Text("missed", "bold red"), None: Text("")}
 

@@ -3,12 +3,12 @@
 experts and states, and without."""
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from freetoken_runtime.bench.timing import Figure, OnTurn
 
-Measure = Callable[[OnTurn], list[Figure]]
+from .bench_measures import Measure
+
 ELASTIC_MODEL = "random weights, a mixture of 48 experts"
 
 

@@ -5,14 +5,12 @@ Writing the model and its conversions takes minutes and 5 GB of disk, so a folde
 keeps them.
 """
 
-import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from freetoken_runtime.bench.timing import Figure, OnTurn
 
-Measure = Callable[[OnTurn], list[Figure]]
+from .bench_measures import Measure, kept_or_temporary
+
 EXPERTS_MODEL = "random weights, 4 layers of Qwen3-30B-A3B's shapes with 64 experts"
 
 
@@ -23,14 +21,7 @@ def experts_measures(folder: Path | None, rounds: int, threads: int | None) -> d
         from freetoken_runtime.bench import experts
 
         settings = experts.ExpertsSettings(rounds=rounds, threads=threads)
-        with _folder(folder) as name:
+        with kept_or_temporary(folder) as name:
             return experts.measure(settings, Path(name), on_turn=on_turn)
 
     return {"experts": measure}
-
-
-def _folder(kept: Path | None) -> AbstractContextManager[str]:
-    if kept is None:
-        return tempfile.TemporaryDirectory(prefix="freetoken-bench-")
-    kept.mkdir(parents=True, exist_ok=True)
-    return nullcontext(str(kept))

@@ -3,15 +3,15 @@
 token. Preparing the models takes a minute and up to 7 GB, so a folder may be named that keeps them.
 """
 
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from freetoken_runtime.bench.timing import Figure, OnTurn
 from freetoken_runtime.config import Quant
+
+from .bench_measures import Measure, kept_or_temporary
 
 
 class Shape(StrEnum):
@@ -29,7 +29,6 @@ class Form(StrEnum):
     INT4 = "int4"
 
 
-Measure = Callable[[OnTurn], list[Figure]]
 _QUANTS: Mapping[Form, Quant | None] = {Form.NONE: None, Form.INT8: "int8", Form.INT4: "int4"}
 
 
@@ -55,14 +54,7 @@ def _measure(choice: LoadChoice, shape: Shape) -> Measure:
 
         forms = tuple(_QUANTS[form] for form in choice.forms)
         settings = load.LoadSettings(shape, forms, choice.rounds, choice.threads)
-        with _folder(choice.folder) as name:
+        with kept_or_temporary(choice.folder) as name:
             return load.measure(settings, Path(name), on_turn=on_turn)
 
     return measure
-
-
-def _folder(kept: Path | None) -> AbstractContextManager[str]:
-    if kept is None:
-        return tempfile.TemporaryDirectory(prefix="freetoken-bench-")
-    kept.mkdir(parents=True, exist_ok=True)
-    return nullcontext(str(kept))

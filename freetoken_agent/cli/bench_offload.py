@@ -4,15 +4,15 @@
 Preparing the models takes minutes and 9 GB of disk, so a folder may be named that keeps them.
 """
 
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from freetoken_runtime.bench.timing import Figure, OnTurn
 from freetoken_runtime.config import Quant
+
+from .bench_measures import Measure, kept_or_temporary
 
 
 class Part(StrEnum):
@@ -24,7 +24,6 @@ class Part(StrEnum):
     INT4 = "int4"
 
 
-Measure = Callable[[OnTurn], list[Figure]]
 _QUANTS: Mapping[Part, Quant | None] = {Part.NONE: None, Part.INT8: "int8", Part.INT4: "int4"}
 
 
@@ -47,7 +46,7 @@ def _measure(settings: OffloadSettings, part: Part) -> Measure:
     def measure(on_turn: OnTurn) -> list[Figure]:
         from freetoken_runtime.bench import offload, offload_prefill
 
-        with _folder(settings.folder) as name:
+        with kept_or_temporary(settings.folder) as name:
             folder = Path(name)
             if part is Part.DECODE:
                 decoding = offload.DecodeSettings(rounds=settings.rounds, threads=settings.threads)
@@ -57,10 +56,3 @@ def _measure(settings: OffloadSettings, part: Part) -> Measure:
             return offload_prefill.measure(prefilling, folder, _QUANTS[part], on_turn=on_turn)
 
     return measure
-
-
-def _folder(kept: Path | None) -> AbstractContextManager[str]:
-    if kept is None:
-        return tempfile.TemporaryDirectory(prefix="freetoken-bench-")
-    kept.mkdir(parents=True, exist_ok=True)
-    return nullcontext(str(kept))
