@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/agents.md and the examples of agents: they run without a model, and are well typed."""
 
-import os
-import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "agents.md"
 EXAMPLES = [
     "approval_across_restart.py",
     "long_research.py",
@@ -19,44 +17,24 @@ EXAMPLES = [
 ]
 
 
-def program() -> str:
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 8
-    return "\n".join(blocks)
-
-
-def run(code: str, folder: Path) -> str:
-    """What it prints; warnings are errors, torch is not there."""
-    code = f"import sys\nsys.modules['torch'] = None\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=folder,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_programs_of_the_page_run(tmp_path: Path) -> None:
-    """The python blocks of the page, as one program."""
-    run(program(), tmp_path)
+def test_the_programs_of_the_page_run(
+    page_program: Callable[[str, int], str], run_program: Callable[..., str]
+) -> None:
+    """The python blocks of the page, as one program; warnings are errors, torch is not there."""
+    run_program(page_program("agents.md", 8), "-W", "error")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_run_without_a_model(name: str, tmp_path: Path) -> None:
+def test_the_examples_run_without_a_model(name: str, run_program: Callable[..., str]) -> None:
     """Each example, in an empty folder; its own asserts are the oracle."""
-    assert run((ROOT / "examples" / name).read_text(), tmp_path)
+    assert run_program((ROOT / "examples" / name).read_text(), "-W", "error")
 
 
 @pytest.mark.slow
-def test_the_page_is_well_typed(tmp_path: Path) -> None:
+def test_the_page_is_well_typed(page_program: Callable[[str, int], str], tmp_path: Path) -> None:
     """Oracle: mypy --strict, as a user would call it. The examples are checked with the code."""
     file = tmp_path / "page.py"
-    file.write_text(program())
+    file.write_text(page_program("agents.md", 8))
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(file)],
         cwd=ROOT,

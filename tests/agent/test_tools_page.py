@@ -1,27 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/tools.md: its programs run, without a model."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tools.md"
+from collections.abc import Callable
 
 
-def test_the_programs_of_the_page_run(tmp_path: Path) -> None:
+def test_the_programs_of_the_page_run(
+    page_program: Callable[[str, int], str], run_program: Callable[..., str]
+) -> None:
     """The python blocks of the page, as one program; warnings are errors, torch is not there."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 6
-    program = "\n".join(["import sys", "sys.modules['torch'] = None", *blocks])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=tmp_path,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(page_program("tools.md", 6), "-W", "error")
