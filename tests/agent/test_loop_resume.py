@@ -41,28 +41,8 @@ def threaded(text: str = "plain") -> str:
 
 
 TOOLS: list[AnyTool] = [slow, quick, threaded]
+Check = Callable[[Session], None]
 PAIR = [Call("quick", {}), Call("threaded", {})]
-
-
-def check_pairs(session: Session) -> None:
-    """Each result answers one call before it, in the order of the calls, and nothing follows a call
-    that has none."""
-    opened: list[str | None] = []
-    before = ""
-    complete = True  # an undo may take an earlier call's result back while a later one comes
-    for segment in session.path():
-        if segment.kind == "tool_result":
-            assert segment.call_id in opened
-            skipped = opened.index(segment.call_id)
-            complete = complete and skipped == 0
-            del opened[: skipped + 1]
-        else:
-            assert complete, f"{segment.kind} follows an open call"
-            parallel = segment.kind == "tool_call" and before == "tool_call"
-            assert parallel or not opened, f"{segment.kind} follows an open call"
-            if segment.kind == "tool_call":
-                opened.append(segment.call_id)
-        before = segment.kind
 
 
 def results(session: Session) -> list[str]:
@@ -102,7 +82,7 @@ def cancelling(at: str, stop: Callable[[], None]) -> tuple[Hooks, AnyTool]:
 
 @pytest.mark.parametrize("point", POINTS)
 async def test_s11_a_cancelled_task_leaves_a_session_that_goes_on(
-    memory_store: Store, caplog: pytest.LogCaptureFixture, point: str
+    memory_store: Store, caplog: pytest.LogCaptureFixture, check_pairs: Check, point: str
 ) -> None:
     """Oracle: the pairs, the next run's answer; no task is left and nothing logged."""
     task: asyncio.Task[Any] | None = None
@@ -146,7 +126,7 @@ def heeds_ctrl_c() -> Iterator[None]:
 @pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("inside_a_loop", [False, True], ids=["plain", "inside a loop"])
 def test_s11_ctrl_c_on_run_sync_leaves_a_session_that_goes_on(
-    memory_store: Store, inside_a_loop: bool
+    memory_store: Store, check_pairs: Check, inside_a_loop: bool
 ) -> None:
     """Oracle: KeyboardInterrupt; then the pairs and the next run's answer. In a notebook the
     caller's thread runs a loop, and Ctrl-C finds it waiting."""
@@ -191,7 +171,7 @@ LEFT_AT = (
 
 @pytest.mark.parametrize("left_at", LEFT_AT)
 async def test_s43_leaving_a_stream_early_closes_everything(
-    memory_store: Store, caplog: pytest.LogCaptureFixture, left_at: str
+    memory_store: Store, caplog: pytest.LogCaptureFixture, check_pairs: Check, left_at: str
 ) -> None:
     """Oracle: no task, no report, a branch that can be written, and the next run's answer."""
     model = ScriptedModel([["I look.", *PAIR], "first", "second"])
@@ -211,7 +191,7 @@ async def test_s43_leaving_a_stream_early_closes_everything(
 
 
 async def test_s43_a_stream_that_is_dropped_without_its_block(
-    memory_store: Store, caplog: pytest.LogCaptureFixture
+    memory_store: Store, caplog: pytest.LogCaptureFixture, check_pairs: Check
 ) -> None:
     """Oracle: the same, where an exception of the reader ends the block while a tool works."""
     model = ScriptedModel([[Call("slow", {}), Call("quick", {})], "first"])
@@ -323,27 +303,27 @@ ACTIONS = ("cancel", "after_step", "replace", "delete", "insert", "append", "und
 PLANS = st.dictionaries(st.integers(0, 12), st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9)))
 
 
-@given(PLANS, st.booleans())
+@given(plan=PLANS, leave=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_s12_edits_and_cancels_between_events_never_break_the_pairs(
-    plan: dict[int, tuple[str, int]], leave: bool
+    check_pairs: Check, plan: dict[int, tuple[str, int]], leave: bool
 ) -> None:
     """Oracle: the pairs after every event, and the next run's answer. An edit that is refused,
     because the branch is being written or its target is none, changes nothing."""
-    asyncio.run(play(plan, leave))
+    asyncio.run(edited_run(check_pairs, plan, leave))
 
 
 @pytest.mark.slow
-@given(PLANS, st.booleans())
+@given(plan=PLANS, leave=st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_s12_many_edits_and_cancels_between_events(
-    plan: dict[int, tuple[str, int]], leave: bool
+    check_pairs: Check, plan: dict[int, tuple[str, int]], leave: bool
 ) -> None:
     """The same, longer."""
-    asyncio.run(play(plan, leave))
+    asyncio.run(edited_run(check_pairs, plan, leave))
 
 
-async def play(plan: dict[int, tuple[str, int]], leave: bool) -> None:
+async def edited_run(check_pairs: Check, plan: dict[int, tuple[str, int]], leave: bool) -> None:
     model = ScriptedModel([["Look.", *PAIR], PAIR, "a", "b", "c", "d", "e"])
     with Store(":memory:") as store:
         session = store.create("s", model, system="Be brief.")
