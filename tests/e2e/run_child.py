@@ -2,7 +2,8 @@
 """Forks a process per job: it begins a run or resumes one, and kills itself at a named point.
 
 stdin: one JSON job a line, {"store", "log", "kill": POINT | null, and "calls": [tool…] of a run
-    that begins, or "decisions": {…} of one that is resumed}
+    that begins, or "decisions": {…} of one that is resumed, or "say" of one that goes on; "way":
+    how the run is started, `run_stream` unless given}
 stdout: {"finish", "output", "pending"} of a run that lived to its end, then the exit status
 log: one line per execution of a tool, written by the tool itself
 """
@@ -60,10 +61,12 @@ class Child:
     async def play(
         self, agent: Agent[Any, str], session: Session, job: Mapping[str, Any]
     ) -> Result[str]:
+        if job.get("way") == "run":
+            return await agent.run(job.get("say", "go"), session=session)
         if "decisions" in job:
             stream = agent.resume_stream(session, job["decisions"])
         else:
-            stream = agent.run_stream("go", session=session)
+            stream = agent.run_stream(job.get("say", "go"), session=session)
         async with stream as run:
             async for event in run:
                 self._die_at(point_of(event))
@@ -96,7 +99,11 @@ def play_job(job: Mapping[str, Any]) -> None:
     model = ScriptedModel([calls, "done"] if calls else ["done"])
     with Store(job["store"]) as store:
         session = store.create("s", model, exist_ok=True)
-        result = asyncio.run(child.play(child.agent(model), session, job))
+        agent = child.agent(model)
+        if job.get("way") == "run_sync":
+            result = agent.run_sync(job.get("say", "go"), session=session)
+        else:
+            result = asyncio.run(child.play(agent, session, job))
     pending = {call.tool: call.call_id for call in result.pending}
     said = {"finish": result.finish_reason, "output": result.output, "pending": pending}
     os.write(1, json.dumps(said).encode() + b"\n")

@@ -59,6 +59,10 @@ class Processes:
         """A run whose model calls these tools at once."""
         return self._play({"calls": calls, "kill": kill})
 
+    def go_on(self, way: str, *calls: str, say: str, kill: str | None = None) -> dict[str, Any]:
+        """A run that is started in this way with another message."""
+        return self._play({"way": way, "say": say, "calls": calls, "kill": kill})
+
     def resume(self, kill: str | None = None, /, **decisions: object) -> dict[str, Any]:
         """Resume with decisions by the tool's name."""
         ids = self.call_ids()
@@ -77,6 +81,10 @@ class Processes:
         """What stands on the path, in order."""
         with Store(self._store) as store:
             return [segment.content for segment in store.open("s").find(kind="tool_result")]
+
+    def kinds(self) -> list[str]:
+        with Store(self._store) as store:
+            return [segment.kind for segment in store.open("s").path()]
 
     def rewind_to_call(self) -> None:
         """Go back to the last call, as a user's program would."""
@@ -128,6 +136,23 @@ def test_a_call_killed_while_it_ran_runs_again_if_somebody_says_so(processes: Pr
     assert processes.resume(first=True)["output"] == "done"
     assert processes.executed() == ["first", "first"]
     assert processes.results() == ["of first"]
+
+
+@pytest.mark.parametrize("way", ["run", "run_sync", "run_stream"])
+@pytest.mark.parametrize("point", ["before a tool", "first runs"])
+def test_s14_killed_between_call_and_result_then_prompted_again(
+    processes: Processes, way: str, point: str
+) -> None:
+    """Oracle: the pair is closed as interrupted before what is said next, which is answered; the
+    tool's own log: nothing ran behind anybody's back."""
+    processes.go_on(way, "first", "second", say="go", kill=point)
+    executed = processes.executed()
+    assert processes.go_on(way, say="and now?")["output"] == "done"
+    assert processes.results() == [INTERRUPTED, INTERRUPTED]
+    assert processes.executed() == executed == ([] if point == "before a tool" else ["first"])
+    assert processes.kinds()[-6:] == [
+        "tool_call", "tool_call", "tool_result", "tool_result", "user", "text",
+    ]  # fmt: skip
 
 
 def test_rewind_forgets_that_a_call_was_started(processes: Processes) -> None:
