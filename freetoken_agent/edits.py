@@ -6,7 +6,7 @@ A function returns the path it was given when there is nothing to change.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import json_values, pairing
@@ -28,6 +28,19 @@ KINDS: tuple[Kind, ...] = (
 _CALL_KINDS = frozenset(("tool_call", "tool_result"))
 
 
+@dataclass(frozen=True)
+class Closing:
+    """What becomes of what went before when more is said. `results`: by call id, those of open
+    calls that are known; the other calls are interrupted. `drop_thinking`: a user message removes
+    the thoughts before it."""
+
+    results: Mapping[str | None, New] = field(default_factory=dict)
+    drop_thinking: bool = False
+
+
+CLOSING = Closing()
+
+
 def tail_after(kind: Kind, *, open: bool = False) -> Tail:
     """How the turn stands behind an appended content. A thought alone never ends a turn."""
     if open:
@@ -41,39 +54,38 @@ def append(
     news: Sequence[New],
     *,
     tail: Tail | None = None,
-    drop_thinking: bool = False,
+    closing: Closing = CLOSING,
 ) -> Path:
-    """Add contents behind the head in one run. Open calls are closed as interrupted, unless what
-    comes is a parallel call or a result. `drop_thinking`: remove the thoughts before the last
-    user message that comes."""
+    """Add contents behind the head in one run. Open calls are closed, unless what comes is a
+    parallel call or a result."""
     if not news:
         return path
     slots: list[Slot] = list(path.places)
     last_user = max((i for i, new in enumerate(news) if new.kind == "user"), default=None)
-    if drop_thinking and last_user is not None:
+    if closing.drop_thinking and last_user is not None:
         slots = [slot for slot in slots if slot.kind != "thinking"]
         news = [new for i, new in enumerate(news) if i > last_user or new.kind != "thinking"]
     first = news[0]
     if path.tail != "closed":
         first = replace(first, joins=True)
     for new in (first, *news[1:]):
-        pairing.add(slots, new)
+        pairing.add(slots, new, closing.results)
     return layout.rewrite(path, slots, tail_after(news[-1].kind) if tail is None else tail)
 
 
 def append_items(
-    layout: Layout, path: Path, items: Sequence[Item], *, drop_thinking: bool = False
+    layout: Layout, path: Path, items: Sequence[Item], closing: Closing = CLOSING
 ) -> Path:
     """Add what a message list said. A leading system text becomes the preamble if there is none."""
     news = [_from_item(item, before) for item, before in zip(items, (None, *items), strict=False)]
     if news and news[0].kind == "system" and starts_preamble(path):
         path = set_preamble(layout, path, "system", news[0].text)
         news = news[1:]
-    return append(layout, path, news, drop_thinking=drop_thinking)
+    return append(layout, path, news, closing=closing)
 
 
 def sync_items(
-    layout: Layout, path: Path, items: Sequence[Item], *, drop_thinking: bool = False
+    layout: Layout, path: Path, items: Sequence[Item], closing: Closing = CLOSING
 ) -> Path:
     """Keep the longest history that the list repeats, and replace what follows by its rest."""
     match = match_history(path.items(), items)
@@ -84,7 +96,7 @@ def sync_items(
     kept = path.cut(match.kept)
     if kept.last is not None and not match.goes_on and (match.rest or kept is not path):
         kept = Path(kept.places, tail_after(kept.last.kind))  # where the list ends a message
-    return append_items(layout, kept, match.rest, drop_thinking=drop_thinking)
+    return append_items(layout, kept, match.rest, closing=closing)
 
 
 def append_result(layout: Layout, path: Path, call: int, text: str, *, error: bool) -> Path:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from freetoken_storage.records import Sessions, Snapshots
 
-from . import views
+from . import pairing, views
 from .binding import Binding
 from .branch import Branch
 from .codec import CallMark, SessionBody
 from .earlier import EarlierPaths
+from .edits import Closing
 from .errors import InvalidEdit, SessionBusy, SessionReadOnly, TemplateUnsupported
 from .items import ASSISTANT_KINDS
 from .layout import Layout
@@ -228,6 +229,19 @@ class Handle:
         finally:
             with self.lock:
                 self._batch = None
+
+    def closing(self) -> Closing:
+        """What becomes of what is open when more is said. A result that a run has stored enters the
+        path, though the run ended before its turn came."""
+        batch, path = self._batch, self.path
+        marks = () if batch is not None and batch.forgets_calls else self.branch.calls
+        results = {}
+        for mark in marks:
+            if mark.state in ("finished", "denied") and mark.segment in path.index:
+                call = path.places[path.index[mark.segment]]
+                text = mark.text if mark.live is None else mark.live
+                results[call.call_id] = pairing.answer(call, text, error=mark.error)
+        return Closing(results, self.context.drop_thinking)
 
     def kept_calls(self, after: Path) -> list[CallMark]:
         """The marks of those calls that are open on `after` too. An edited call is another one."""

@@ -4,7 +4,7 @@
 … call₁ call₂ result₁ result₂ …      one group: parallel calls, then results in call order
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import PairingError
@@ -52,21 +52,23 @@ def open_calls(slots: Sequence[Slot]) -> list[int]:
     return [pair.call for pair in last_group(slots) if pair.result is None]
 
 
-def answer(call: Slot, text: str, *, error: bool, interrupted: bool = False) -> New:
+def answer(call: Slot, text: str, *, error: bool) -> New:
     """A result for a call."""
-    return New(
-        "tool_result",
-        text,
-        name=call.name,
-        call_id=call.call_id,
-        error=error,
-        source="interrupted" if interrupted else "caller",
-    )
+    return New("tool_result", text, name=call.name, call_id=call.call_id, error=error)
 
 
-def add(slots: list[Slot], new: New) -> None:
+def interrupted(call: Slot) -> New:
+    """The result of a call that nobody answered."""
+    return replace(answer(call, INTERRUPTED, error=True), source="interrupted")
+
+
+NO_RESULTS: Mapping[str | None, New] = {}
+
+
+def add(slots: list[Slot], new: New, results: Mapping[str | None, New] = NO_RESULTS) -> None:
     """Put a content behind the others, in place. Anything but a parallel call or a result closes
-    open calls as interrupted; results take their place in call order."""
+    open calls: with their `results`, by call id, or as interrupted. Results take their place in
+    call order."""
     if new.kind == "tool_result":
         _add_result(slots, new)
         return
@@ -79,7 +81,8 @@ def add(slots: list[Slot], new: New) -> None:
             )
     else:
         for call in open_calls(slots):
-            _add_result(slots, answer(slots[call], INTERRUPTED, error=True, interrupted=True))
+            known = results.get(slots[call].call_id)
+            _add_result(slots, known or interrupted(slots[call]))
     slots.append(new)
 
 

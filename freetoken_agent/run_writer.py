@@ -18,7 +18,6 @@ from .changes import Change, rewritten
 from .codec import CallMark
 from .handle import Handle, describe, plan_of
 from .layout import Layout
-from .pairing import INTERRUPTED
 from .path import New, Path
 from .segments import Edit, Segment
 from .tool_schemas import ToolLike, tools_text
@@ -72,9 +71,8 @@ class RunWriter:
             _, layout = handle.writable()
             for call in self.open_calls():
                 self._close(call)
-            path, drop = handle.path, handle.context.drop_thinking
-            after = edits.append(layout, path, [New("user", text)], drop_thinking=drop)
-            self._commit(after)
+            user = New("user", text)
+            self._commit(edits.append(layout, handle.path, [user], closing=handle.closing()))
             return views.segments(handle.path, [len(handle.path.places) - 1])[0]
 
     def append_result(
@@ -102,8 +100,7 @@ class RunWriter:
             _, layout = handle.writable()
             path = handle.path
             place = path.places[lookups.place_of(handle, path, call)]
-            new = pairing.answer(place, INTERRUPTED, error=True, interrupted=True)
-            self._commit(edits.append(layout, path, [new]))
+            self._commit(edits.append(layout, path, [pairing.interrupted(place)]))
             return self._result(call)
 
     def _edit(

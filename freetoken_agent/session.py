@@ -49,18 +49,17 @@ class Session(SessionReader):
         open: bool = False,
         meta: Mapping[str, Any] | None = None,
     ) -> Segment:
-        """Add a content: system, user, assistant (= text) or thinking. `open` leaves the content
-        itself unfinished, so that `generate` continues it. Open calls are closed as interrupted."""
+        """Add a content: system, user, assistant (= text) or thinking. `open` leaves it unfinished,
+        so that `generate` continues it. Open calls get their stored results, or are interrupted."""
         new = _new(kind, content, meta)
         if open and new.kind not in ("text", "thinking"):
             raise InvalidEdit("only an assistant's text or thought can be open", value=kind)
         tail = edits.tail_after(new.kind, open=open)
-        drop = self._handle.context.drop_thinking
 
         def rewrite(layout: Layout, path: Path) -> Path:
             if new.kind == "system" and edits.starts_preamble(path):
                 return edits.set_preamble(layout, path, "system", new.text, meta=new.meta)
-            return edits.append(layout, path, [new], tail=tail, drop_thinking=drop)
+            return edits.append(layout, path, [new], tail=tail, closing=self._handle.closing())
 
         return self._handle.write(f"append {new.kind}", rewrite)
 
@@ -90,10 +89,9 @@ class Session(SessionReader):
     ) -> Edit:
         """Add a message list, laid out in one run. Its system message and tools must come first."""
         items = parse_messages(msgs, format)
-        drop = self._handle.context.drop_thinking
         return self._edit(
             "append_messages",
-            lambda layout, path: edits.append_items(layout, path, items, drop_thinking=drop),
+            lambda layout, path: edits.append_items(layout, path, items, self._handle.closing()),
             dry_run,
         )
 
@@ -103,10 +101,9 @@ class Session(SessionReader):
         """Make the path say what the list says, with one edit behind the longest history that
         matches. What matches keeps its stored ids, whatever spelling the list resends."""
         items = parse_messages(msgs, format)
-        drop = self._handle.context.drop_thinking
         return self._edit(
             "sync_messages",
-            lambda layout, path: edits.sync_items(layout, path, items, drop_thinking=drop),
+            lambda layout, path: edits.sync_items(layout, path, items, self._handle.closing()),
             dry_run,
         )
 
