@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from .generation import Generation, GenerationInUse, GenerationUnfinished
     from .local_model import LocalModel
     from .mcp import MCPServer
+    from .loop import Run
     from .model import (
         ContextOverflow,
         InvalidSampling,
@@ -208,6 +209,7 @@ _MODULES = {
     ".local_model": ("LocalModel",),
     ".mcp": ("MCPServer",),
     ".model": ("ContextOverflow", "InvalidSampling", "Model", "ModelClosed", "ModelUnusable"),
+    ".loop": ("Run",),
     ".run_context": ("RunContext",),
     ".segments": (
         "BranchInfo",
@@ -301,6 +303,7 @@ __all__ = [
     "ReusePlan",
     "RunContext",
     "RunError",
+    "Run",
     "RunEvent",
     "RunFinished",
     "RunLimit",

@@ -32,6 +32,7 @@ Deps = TypeVar("Deps", default=Any)
 Output = TypeVar("Output", default=str)
 
 Decision = bool | str
+"""True: run it. False or a text: it is denied, with that text."""
 PromptPolicy = Literal["replace", "keep", "error"]
 Instructions = str | Callable[[RunContext[Any]], str] | Callable[[RunContext[Any]], Awaitable[str]]
 
@@ -42,8 +43,8 @@ class Limits:
     more model call that may not call tools. None: no limit. `output_tokens` and `timeout_s` are
     looked at between steps; `output_retries` counts answers of the wrong type."""
 
-    max_steps: int | None = 20
-    max_tool_calls: int | None = None
+    max_steps: int | None = 20  # model calls
+    max_tool_calls: int | None = None  # calls that a model made, parallel ones counted one by one
     output_tokens: int | None = None
     timeout_s: float | None = None
     output_retries: int = 1
@@ -72,13 +73,14 @@ class Limits:
 class StepRequest:
     """What one model call is asked, as hooks see it and may change it."""
 
-    tool_choice: str = "auto"
-    allowed_tools: tuple[str, ...] | None = None
-    thinking: bool | None = None
-    max_tokens: int | None = None
+    tool_choice: str = "auto"  # auto, none, required, or the name of a tool
+    allowed_tools: tuple[str, ...] | None = None  # None: all that the run allows
+    thinking: bool | None = None  # None leaves it to the template
+    max_tokens: int | None = None  # None leaves it to the agent's `sampling`
 
 
 Hook = Callable[..., Any]
+"""See `Hooks` for what each is called with."""
 
 
 @dataclass(frozen=True)
@@ -106,37 +108,41 @@ class Result(Generic[Output]):
     added, as they are on the path now. `pending`: calls that wait for a decision."""
 
     output: Output | None
-    usage: Usage
-    session: "Session"
+    usage: Usage  # of all model calls of the run together
+    session: "Session"  # the one it ran in
     segments: tuple[Segment, ...]
     pending: tuple[Segment, ...]
     finish_reason: RunFinishReason
-    steps: int
+    steps: int  # how many model calls it took
 
 
 @dataclass(frozen=True, eq=False)
 class Agent(Generic[Deps, Output]):
-    """An agent. `model`: a model, the name of a pulled one (loaded at the first run and shared by
-    all agents of the process), or None if every run brings a session. `instructions`: the system
-    text, or a function of the `RunContext`; None leaves a session's as it is. `sampling`: options
-    of `generate`, such as `temperature`. `context_rules`: what a run edits in its context before
-    a model call, in this order. `prompt_policy`: what a run does with a session whose preamble
+    """What a model is told, may do and must answer, as data.
+
+    `model`: a model, the name of a pulled one (loaded at the first run and shared by all agents of
+    the process), or None if every run brings a session. `instructions`: the system text, or a
+    function of the `RunContext`; None leaves a session's as it is. `sampling`: options of
+    `generate`, such as `temperature`. `context_rules`: what a run edits in its context before a
+    model call, in this order. `prompt_policy`: what a run does with a session whose preamble
     differs. `trace_content`: whether spans of OpenTelemetry hold texts, arguments and results.
-    InvalidAgent, ToolNameTaken, UnsupportedSchema, InvalidOutputType."""
+
+    InvalidAgent, ToolNameTaken, UnsupportedSchema, InvalidOutputType.
+    """
 
     model: Model | str | None = None
-    name: str = "agent"
+    name: str = "agent"  # in traces and on the command line
     instructions: Instructions | None = None
-    tools: Sequence[ToolFunction] = ()
-    toolsets: Sequence[Toolset] = ()
-    output_type: type[Output] = str  # type: ignore[assignment]
+    tools: Sequence[ToolFunction] = ()  # of `@tool`, or plain functions
+    toolsets: Sequence[Toolset] = ()  # tools that come together, such as an `MCPServer`
+    output_type: type[Output] = str  # type: ignore[assignment]  # what `Result.output` is; a text by default
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    limits: Limits = Limits()
-    hooks: Hooks = Hooks()
+    limits: Limits = Limits()  # what a run may use
+    hooks: Hooks = Hooks()  # functions that see or change what a run does
     context_rules: Sequence[ContextRule] = ()
-    deps_type: type[Deps] | None = None
+    deps_type: type[Deps] | None = None  # of `deps`, for type checkers; never read
     prompt_policy: PromptPolicy = "replace"
-    result_limit: ResultLimit = ResultLimit()
+    result_limit: ResultLimit = ResultLimit()  # for tools that have none of their own
     trace_content: bool = False
     _output: OutputType = field(init=False, repr=False)
 

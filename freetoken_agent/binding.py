@@ -22,9 +22,9 @@ class Binding:
     template differ, so that its ids would mean something else.
     """
 
-    state: Literal["bound", "cold", "read_only"]
-    reason: str | None = None
-    remedy: str | None = None
+    state: Literal["bound", "cold", "read_only"]  # see above
+    reason: str | None = None  # a sentence; None if bound
+    remedy: str | None = None  # what to do about it, if anything
 
 
 def bind(session: SessionBody, model: Model | None) -> Binding:

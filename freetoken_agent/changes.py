@@ -20,15 +20,15 @@ _INSERTED = ("user", "text", "thinking")
 class Replace:
     """A segment gets another content. Equal content is no change. Not for calls and tool lists."""
 
-    segment: Segment | str
-    content: Content
+    segment: Segment | str  # it, or its id
+    content: Content  # the new one
 
 
 @dataclass(frozen=True)
 class Remove:
     """A segment goes; of a call and its result both."""
 
-    segment: Segment | str
+    segment: Segment | str  # it, or its id
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class InsertBefore:
     """A content comes before a segment, which may be one that goes. `kind`: user, assistant or
     thinking. Several before one segment keep their order."""
 
-    segment: Segment | str
+    segment: Segment | str  # it, or its id
     kind: str
-    content: Content
+    content: Content  # what comes before it
 
 
 Change = Replace | Remove | InsertBefore
+"""A change as data, for `Session.apply_changes` and the rules of a context."""
 
 
 def rewritten(handle: Handle, layout: Layout, path: Path, changes: Sequence[Change]) -> Path:

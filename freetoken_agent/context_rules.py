@@ -39,8 +39,8 @@ class Proposal:
     if there is one: then `edit.plan` is an upper bound, and a filler stands for the text to come.
     """
 
-    rule: str
-    changes: tuple[Change, ...]
+    rule: str  # its `name`
+    changes: tuple[Change, ...]  # what it would change
     edit: Edit
     before: ReusePlan
     waits: bool
@@ -164,7 +164,7 @@ class ClearToolResults(ContextRule):
     unless that saves `clear_at_least` tokens.
     """
 
-    trigger: int = 30_000
+    trigger: int = 30_000  # tokens of the path
     keep: int = 3
     clear_at_least: int = 0
     exclude: Sequence[str] = ()

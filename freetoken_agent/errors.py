@@ -54,7 +54,8 @@ class SegmentError(FreetokenError):
 
 
 class SegmentNotFound(SegmentError):
-    """The segment is not on this branch's path, and no version of it is."""
+    """The segment is not on this branch's path, and no version of it is. `reason`: it was deleted,
+    is on another branch, was purged, or never was one of this session."""
 
     code = "segment_not_found"
 
@@ -64,7 +65,7 @@ class SegmentNotFound(SegmentError):
 
 
 class SegmentReplaced(SegmentError):
-    """The path holds another version of the segment."""
+    """The path holds another version of the segment, `current`."""
 
     code = "segment_replaced"
 
@@ -74,7 +75,7 @@ class SegmentReplaced(SegmentError):
 
 
 class SegmentInUse(SegmentError):
-    """A branch's path still holds the segment."""
+    """A branch's path still holds the segment. `branches`: the names of all that do."""
 
     code = "segment_in_use"
 

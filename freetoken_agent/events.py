@@ -47,8 +47,8 @@ class Place(TypedDict):
 class _Event(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    session: str
-    branch: str
+    session: str  # its name
+    branch: str  # its name
     step: int  # which model call of the run, from 0
 
 
@@ -56,7 +56,7 @@ class PlanReady(_Event):
     """What forwarding the path will cost. Nothing has been forwarded yet."""
 
     type: Literal["plan_ready"] = "plan_ready"
-    plan: ReusePlan
+    plan: ReusePlan  # the price
 
 
 class PrefillProgress(_Event):
@@ -65,21 +65,21 @@ class PrefillProgress(_Event):
 
     type: Literal["prefill_progress"] = "prefill_progress"
     done_tokens: int
-    total_tokens: int
+    total_tokens: int  # the plan's `prefill_tokens`
 
 
 class ThinkingDelta(_Event):
     """More text of a thought."""
 
     type: Literal["thinking_delta"] = "thinking_delta"
-    text: str
+    text: str  # whole characters
 
 
 class TextDelta(_Event):
     """More text of the answer."""
 
     type: Literal["text_delta"] = "text_delta"
-    text: str
+    text: str  # whole characters
 
 
 class ToolCallStarted(_Event):
@@ -87,30 +87,30 @@ class ToolCallStarted(_Event):
 
     type: Literal["tool_call_started"] = "tool_call_started"
     index: int
-    name: str | None
+    name: str | None  # None: it is not written yet
 
 
 class ToolCallDelta(_Event):
     """More of a call, as written. It is not to be acted on before `ToolCallReady`."""
 
     type: Literal["tool_call_delta"] = "tool_call_delta"
-    index: int
-    text: str
+    index: int  # of the call in this reply, from 0
+    text: str  # in the syntax of the model's template
 
 
 class ToolCallReady(_Event):
     """A whole call, durable in the session. A call that was cut never gets here."""
 
     type: Literal["tool_call_ready"] = "tool_call_ready"
-    index: int
-    call: Segment
+    index: int  # of the call in this reply, from 0
+    call: Segment  # with its `call_id` and arguments
 
 
 class SegmentFinished(_Event):
     """A segment, durable in the session. `partial`: it was cut and the turn stays open."""
 
     type: Literal["segment_finished"] = "segment_finished"
-    segment: Segment
+    segment: Segment  # as it is on the path
     partial: bool
 
 
@@ -118,7 +118,7 @@ class ReplyFinished(_Event):
     """The reply is complete, or was cut by a limit or a cancel."""
 
     type: Literal["reply_finished"] = "reply_finished"
-    reply: Reply
+    reply: Reply  # the whole of it
 
 
 class ApprovalRequest(_Event):
@@ -133,10 +133,10 @@ class ToolFinished(_Event):
     model will see, unless a hook changes it; `status` as in `ToolOutcome`."""
 
     type: Literal["tool_finished"] = "tool_finished"
-    call: Segment
+    call: Segment  # what was asked
     text: str
     status: str
-    elapsed_s: float
+    elapsed_s: float  # how long the tool ran
 
 
 class ContextEdited(_Event):
@@ -152,15 +152,15 @@ class StepFinished(_Event):
     """A model call and what followed from it are done; editing is allowed until the next pull."""
 
     type: Literal["step_finished"] = "step_finished"
-    reply: Reply
+    reply: Reply  # of the model call
 
 
 class RunFinished(_Event):
     """The run has ended; `Run.result` says how."""
 
     type: Literal["run_finished"] = "run_finished"
-    finish_reason: RunFinishReason
-    usage: Usage
+    finish_reason: RunFinishReason  # see `RunFinishReason`
+    usage: Usage  # of all model calls of the run together
 
 
 GenerationEvent = Annotated[

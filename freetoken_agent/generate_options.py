@@ -40,15 +40,15 @@ class GenerateKwargs(TypedDict, total=False):
     allowed_tools: Sequence[str] | None
     parallel_tool_calls: bool
     output_schema: Mapping[str, Any] | None
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int | None
+    max_tokens: int  # of the whole reply, thoughts included
+    temperature: float  # 0 takes the most likely id
+    top_k: int  # 0: no limit
+    top_p: float  # above 0, up to 1
+    min_p: float  # of the most likely one's probability
+    repetition_penalty: float  # 1: none; looks at the whole path
+    presence_penalty: float  # -2 to 2; looks at the reply
+    frequency_penalty: float  # -2 to 2; looks at the reply
+    seed: int | None  # None draws one
     stop: str | Sequence[str]
     force: Sequence[int]
 

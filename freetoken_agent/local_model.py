@@ -114,6 +114,7 @@ class LocalModel:
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
+        """The pulled name, or the name of its folder or file."""
     @property
     def format(self) -> ChatFormat:
         return self._format
@@ -144,6 +145,7 @@ class LocalModel:
         """Tokens of a content by itself, without the frames that a session puts around it."""
         return len(self._tokenizer.encode_content(as_text(content)))
 
+        """How many tokens a path may have."""
     def set_budget(self, *, ram_bytes: int | None = None, vram_bytes: int | None = None) -> None:
         """Change the memory budgets; what no longer fits is evicted now."""
         self.engine.set_budget(ram_bytes=ram_bytes, vram_bytes=vram_bytes)

@@ -66,8 +66,9 @@ class RunOptions:
 
 
 class Run(Generic[Output]):
-    """An async context manager and an async iterator of events; `result` afterwards. One task pulls
-    it. Leaving it early ends the model call and the tools; what they had finished is kept."""
+    """A run in progress: an async context manager and an async iterator of events; `result`
+    afterwards. One task pulls it. Leaving it early ends the model call and the tools; what they had
+    finished is kept."""
 
     def __init__(self, agent: Agent[Any, Output], options: RunOptions) -> None:
         self._agent = agent

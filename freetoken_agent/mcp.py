@@ -41,11 +41,11 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class MCPServer:
-    """A toolset: `Agent(toolsets=[MCPServer.stdio("python", ["server.py"], prefix="docs")])`.
+    """A server's tools as a toolset: `Agent(toolsets=[MCPServer.stdio("python", ["server.py"])])`.
 
     It connects when it is entered (`async with`) or first used, and stays connected until it is
     left, `close()`d, or the process ends; after that, the next use connects again. Any number of
-    agents, threads and event loops may share it.
+    agents, threads and event loops may share it. `name`: its command or url, for messages.
     """
 
     def __init__(

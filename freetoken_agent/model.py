@@ -140,19 +140,24 @@ class Model(Protocol):
     """A model as sessions use it. Methods may be called from any thread."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """For people: in lists, traces and messages."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back; contents can never make a control id."""
 
     @property
-    def format(self) -> ChatFormat: ...
+    def format(self) -> ChatFormat:
+        """What was learned of the chat template: frames, openers, how calls are written."""
 
     @property
-    def fingerprint(self) -> Fingerprint: ...
+    def fingerprint(self) -> Fingerprint:
+        """What its states depend on. Equal: states may be shared."""
 
     @property
-    def context_limit(self) -> int: ...
+    def context_limit(self) -> int:
+        """How many tokens a path may have; ContextOverflow beyond."""
 
     def attach(self, snapshots: Snapshots) -> None:
         """Keep states in `snapshots` from now on. StoreMismatch if attached to another store."""
@@ -206,7 +211,8 @@ class Model(Protocol):
     def flush(self) -> None:
         """Return when every captured state is on disk."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of weights and states. ModelClosed for all that is asked afterwards."""
 
 
 def __getattr__(name: str) -> object:

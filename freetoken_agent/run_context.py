@@ -25,7 +25,7 @@ class RunContext(Generic[Deps]):
     session: "Session"
     usage: "Usage"
     step: int = 0
-    call_id: str = ""
-    tool_name: str = ""
+    call_id: str = ""  # of the call; empty outside of a tool
+    tool_name: str = ""  # of the tool; empty outside of one
     retry: int = 0
     max_retries: int = 0

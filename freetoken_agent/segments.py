@@ -43,10 +43,11 @@ class Part(_Frozen):
     """A piece of content. Text is the only type so far."""
 
     type: Literal["text"] = "text"
-    text: str
+    text: str  # what the model reads
 
 
 Content = str | Sequence[Part | Mapping[str, Any]]
+"""A text, or its parts: `Part`, or dicts like it."""
 
 
 def as_text(content: Content) -> str:
@@ -97,22 +98,22 @@ class Segment(_Frozen):
     to be changed is a `copy.deepcopy` of them.
     """
 
-    id: str
-    kind: SegmentKind
-    role: Role
+    id: str  # unique in its session, on every branch
+    kind: SegmentKind  # what it is
+    role: Role  # whose message it belongs to
     content: str
     text: str
     turn: int | None = None  # from 0; None before the first user message
-    tool: str | None = None
-    call_id: str | None = None
+    tool: str | None = None  # of a call and its result: the tool's name
+    call_id: str | None = None  # of a call and its result: what pairs them
     arguments: Mapping[str, Any] | None = None
-    error: bool = False
-    num_tokens: int
+    error: bool = False  # of a result: the call failed
+    num_tokens: int  # its own, without the frame before it
     frame_tokens: int = 0
     origin: str
     replaces: str | None = None
     stale: bool = False
-    source: Source = "caller"
+    source: Source = "caller"  # who wrote it
     meta: Mapping[str, Any] = {}
     anchored: bool = False
 
@@ -126,10 +127,11 @@ class Turn(_Frozen):
     """A user message and everything up to the next one. `index` counts from 0."""
 
     index: int
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # the user message first
 
     @property
     def num_tokens(self) -> int:
+        """Contents and the frames before them."""
         return sum(s.num_tokens + s.frame_tokens for s in self.segments)
 
 
@@ -166,7 +168,7 @@ class Miss(_Frozen):
 
     position: int
     segment: Segment | None
-    part: MissPart
+    part: MissPart  # where in the segment the position is
     cause: str
     change: Change | None = None
     was: Segment | None = None
@@ -234,9 +236,9 @@ class ReusePlan(_Frozen):
     input_tokens: int
     reused_tokens: int
     prefill_tokens: int
-    source: Literal["ram", "disk", "none"]
-    anchor: int | None
-    miss: Miss | None
+    source: Literal["ram", "disk", "none"]  # where the reused state lies
+    anchor: int | None  # the position of the state that is restored; None: none is
+    miss: Miss | None  # why no more is reused; None: nothing is forwarded
     predicted_s: float
 
 
@@ -248,10 +250,10 @@ class Usage(_Frozen):
     input_tokens: int
     reused_tokens: int
     prefill_tokens: int
-    output_tokens: int = 0
-    thinking_tokens: int = 0
-    ttft_s: float = 0.0
-    decode_s: float = 0.0
+    output_tokens: int = 0  # sampled, thoughts and calls included
+    thinking_tokens: int = 0  # those of them in thoughts
+    ttft_s: float = 0.0  # seconds from the call to the first token
+    decode_s: float = 0.0  # seconds from the first token to the last
     changed: str | None = None
     miss: Miss | None = None
 
@@ -279,8 +281,8 @@ class Usage(_Frozen):
 class Reply(_Frozen):
     """One model call's outcome. `segments` are all it wrote, in order; `calls` the tool calls."""
 
-    text: str
-    thinking: str
+    text: str  # of the answer; texts beside calls included
+    thinking: str  # of its thoughts
     calls: tuple[Segment, ...]
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
@@ -293,11 +295,11 @@ class Edit(_Frozen):
     `log_id` numbers the step in the branch's log; None for a dry run or when nothing changed.
     """
 
-    added: tuple[Segment, ...] = ()
-    removed: tuple[Segment, ...] = ()
+    added: tuple[Segment, ...] = ()  # on the path now
+    removed: tuple[Segment, ...] = ()  # no longer on the path
     plan: ReusePlan
     log_id: int | None = None
-    changed: bool
+    changed: bool  # what `bool()` of it says
 
     def __bool__(self) -> bool:
         return self.changed
@@ -306,9 +308,9 @@ class Edit(_Frozen):
 class BranchInfo(_Frozen):
     """A branch as stored. `head` is the id of its last segment."""
 
-    name: str
-    version: int
-    num_segments: int
+    name: str  # of the branch
+    version: int  # how many commits it has had
+    num_segments: int  # of its path
     head: str | None
     current: bool  # the branch of the handle that was asked
 
@@ -316,10 +318,10 @@ class BranchInfo(_Frozen):
 class TreeNode(_Frozen):
     """A segment at a place. `parent` indexes `Tree.nodes`; `branches` have their head here."""
 
-    segment: Segment
+    segment: Segment  # as it is there
     parent: int | None
     branches: tuple[str, ...] = ()
-    on_path: bool = False
+    on_path: bool = False  # of the handle that was asked
 
 
 class Tree(_Frozen):
@@ -329,7 +331,7 @@ class Tree(_Frozen):
     several places when an edit before it gave it a new predecessor.
     """
 
-    nodes: tuple[TreeNode, ...]
+    nodes: tuple[TreeNode, ...]  # parents first
     empty_branches: tuple[str, ...] = ()  # branches whose path is empty
 
     def children(self, index: int | None) -> tuple[int, ...]:
@@ -357,12 +359,12 @@ class Diff(_Frozen):
 class SessionInfo(_Frozen):
     """A session in a store's list. Times are seconds since the epoch."""
 
-    name: str
-    created_s: float
-    updated_s: float
-    branches: tuple[str, ...]
-    model: str
-    meta: dict[str, Any] = {}
+    name: str  # of the session
+    created_s: float  # when it was made
+    updated_s: float  # when it was last written
+    branches: tuple[str, ...]  # their names
+    model: str  # the name of the model it was made with
+    meta: dict[str, Any] = {}  # what its creator attached
 
 
 class PurgeReport(_Frozen):
@@ -378,11 +380,11 @@ class PurgeReport(_Frozen):
     """
 
     segments: tuple[str, ...]  # ids that no longer exist
-    num_nodes: int
-    num_states: int
-    num_log_entries: int
+    num_nodes: int  # places in the tree that went
+    num_states: int  # of the model, in RAM and on disk
+    num_log_entries: int  # undo steps that went
     cleared_segments: tuple[str, ...] = ()
     other_segments: tuple[str, ...]
     other_places: tuple[str, ...] = ()
-    other_sessions: tuple[str, ...]
+    other_sessions: tuple[str, ...]  # whose segments contain the text
     scrubbed: bool

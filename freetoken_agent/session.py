@@ -38,8 +38,11 @@ Rewrite = Callable[[Layout, Path], Path]
 
 
 class Session(SessionReader):
-    """Made by `Store.create`, `Store.open`, `open_branch` and `fork`. Any thread may use it;
-    writers take turns. It stays valid until its store is closed."""
+    """A handle on one branch, made by `Store.create`, `Store.open`, `open_branch` and `fork`. Any
+    thread may use it; writers take turns. It stays valid until its store is closed.
+
+    A segment that is not on the path: SegmentReplaced or SegmentNotFound. Edits also: SessionBusy,
+    SessionConflict, SessionReadOnly, InvalidEdit, PairingError, TemplateUnsupported."""
 
     def append(
         self,

@@ -32,6 +32,7 @@ class SessionReader:
 
     @property
     def name(self) -> str:
+        """The session's name in its store."""
         return self._handle.context.name
 
     @property

@@ -46,7 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 class Store:
-    """Thread-safe; a context manager. Closing it invalidates its sessions.
+    """Sessions and the states of their model, in a folder or in memory. Thread-safe; a context
+    manager. Closing it invalidates its sessions.
 
     The first model that creates or opens a session is attached: its states are kept in the folder
     from then on, until the store is closed. A store in memory attaches none.

@@ -42,7 +42,7 @@ class Summarise(ContextRule):
     so a summary that stands alone before the kept turns is not summarised again.
     """
 
-    trigger: int = 60_000
+    trigger: int = 60_000  # tokens of the path
     keep_turns: int = 1
     max_tokens: int = 512
     prompt: str = PROMPT

@@ -28,6 +28,8 @@ from .reuse_ledger import Ledger, chain_digest
 from .template import ChatFormat, Item
 from .tokenizer import Tokenizer
 
+__all__ = ["CHATML", "Call", "Raw", "Request", "ScriptExhausted", "ScriptedModel", "Think"]
+
 CHATML = """\
 {%- macro close() %}{{ '<|im_end|>\\n' }}{% endmacro %}
 {%- if tools %}
@@ -80,15 +82,15 @@ class ScriptExhausted(FreetokenError):
 class Call:
     """A tool call, emitted in the format's own call syntax."""
 
-    name: str
-    arguments: Mapping[str, object]
+    name: str  # of the tool; there need be no such tool
+    arguments: Mapping[str, object]  # of any shape
 
 
 @dataclass(frozen=True)
 class Think:
     """A thought, emitted with the format's own frames around it."""
 
-    text: str
+    text: str  # without tags
 
 
 @dataclass(frozen=True)
@@ -96,18 +98,18 @@ class Raw:
     """Exactly these ids, or this text with its control tokens; nothing is added, no closer either.
     A stream that ends without a stop id finishes with `length`."""
 
-    content: str | Sequence[int]
+    content: str | Sequence[int]  # ids, or text
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of `generate` was given."""
+    """What `generate` was given. `anchor_before`: by how many ids before which a state is kept."""
 
-    ids: tuple[int, ...]
-    sampling: SamplingOptions
-    anchors: tuple[int, ...]
-    anchor_after: frozenset[int]
-    lasting: tuple[int, ...] = ()
+    ids: tuple[int, ...]  # the path, with the generation opener
+    sampling: SamplingOptions  # the options, checked
+    anchors: tuple[int, ...]  # positions to keep states at
+    anchor_after: frozenset[int]  # ids behind which states are kept
+    lasting: tuple[int, ...] = ()  # of the anchors, those kept longest
     anchor_before: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -194,7 +196,9 @@ class ScriptedModel:
 
     A step is a text, `Think`, `Call`, `Raw`, an exception (raised from the stream), a sequence of
     these (one reply: a thought, a text, two calls …), or a callable that gets the `Request` and
-    returns one of them. Texts and calls are followed by the id that closes the turn.
+    returns one of them. Texts and calls are followed by the id that closes the turn. Then it
+    raises ScriptExhausted. `requests`: what it was asked, oldest first. `ledger`: the paths that it
+    forwarded. `parts`: what its states depend on besides `name`.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ denied     nobody approved it; only the caller says so"""
 class ToolCall:
     """A call as the model wrote it. `arguments` is the raw text where it was no JSON object."""
 
-    id: str
-    name: str
+    id: str  # what the result refers to
+    name: str  # as written; there may be no such tool
     arguments: Mapping[str, Any] | str
 
     @classmethod
@@ -60,16 +60,17 @@ class ToolOutcome:
     call of this tool. `cut_chars` of the result were left out of the text. `exception` is what the
     tool raised, for hooks and logs."""
 
-    call: ToolCall
+    call: ToolCall  # what was asked
     text: str
-    status: Status = "ok"
+    status: Status = "ok"  # `ok`, or what went wrong
     retry: int = 0
-    elapsed_s: float = 0.0
+    elapsed_s: float = 0.0  # how long the tool ran
     cut_chars: int = 0
     exception: Exception | None = None
 
     @property
     def is_error(self) -> bool:
+        """Whether the model is told that the call failed."""
         return self.status != "ok"
 
 

@@ -28,7 +28,7 @@ class ResultLimit:
     each. Where the rest was, a note says how many characters went, and `hint` how to get them."""
 
     max_chars: int = 20_000
-    keep: Keep = "both"
+    keep: Keep = "both"  # head, tail or both
     hint: str = "To see them, call again for a smaller part."
 
     def __post_init__(self) -> None:

@@ -12,6 +12,8 @@ from .testing import ScriptedModel
 from .tool_calls import ToolCall, ToolOutcome, execute
 from .tools import ToolFunction, as_tool
 
+__all__ = ["call_tool"]
+
 
 async def call_tool(
     function: ToolFunction,

@@ -60,14 +60,15 @@ class Tool(Generic[P, R]):
 
     `parameters` is the JSON schema of the arguments, an object. `takes_context`: the function's
     first parameter is a `RunContext`. `is_method`: it was defined in a class and is not bound yet;
-    the attribute of an instance is a bound one.
+    the attribute of an instance is a bound one. `function` is what is called. `timeout`,
+    `needs_approval`, `retries`, `result_limit`, `validate_after`: see `tool`.
     """
 
-    name: str
-    description: str
+    name: str  # letters, digits, _ and -; at most 64
+    description: str  # what the model reads of it
     parameters: Mapping[str, Any] = field(repr=False)
     function: Callable[P, R] = field(repr=False)
-    timeout: float | None = None
+    timeout: float | None = None  # the settings, as in `ToolSettings`
     needs_approval: bool = False
     retries: int = 1
     result_limit: ResultLimit | None = None

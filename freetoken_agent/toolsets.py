@@ -26,8 +26,8 @@ class Toolset(Protocol):
 class ToolList:
     """A toolset that does not change. Its tools are called `prefix_name`."""
 
-    tools: Sequence[ToolFunction]
-    prefix: str = ""
+    tools: Sequence[ToolFunction]  # of `@tool`, or plain functions
+    prefix: str = ""  # empty: the tools keep their names
 
     @property
     def known_tools(self) -> Sequence[AnyTool]:

@@ -54,7 +54,8 @@ _GREEDY = SamplingParams()
 
 
 class Engine:
-    """A loaded model with its states. Made by `Engine.load`; a context manager."""
+    """A loaded model with its states. Made by `Engine.load`; a context manager. `context_limit`:
+    how many tokens a path may have; `fingerprint`: what its states depend on."""
 
     def __init__(self, model: LoadedModel, config: ResolvedConfig, *, poison: bool = False) -> None:
         """`load` is the usual way. `poison`: fresh KV rows and free expert slots are NaN, so that

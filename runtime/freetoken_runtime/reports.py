@@ -13,7 +13,7 @@ class Token:
     """One sampled id. `logprob`: natural log under the unmodified distribution; `top`: the most
     likely (id, logprob) pairs, best first, when `logprobs` were asked for."""
 
-    id: int
+    id: int  # of the vocabulary
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
@@ -47,10 +47,10 @@ class ReusePlan:
     input_tokens: int
     reused_tokens: int
     prefill_tokens: int
-    source: Literal["ram", "disk", "none"]
+    source: Literal["ram", "disk", "none"]  # where the reused state lies
     anchor: int | None  # position of the state that is restored; None when nothing is reused
-    miss: PathMiss | None
-    predicted_s: float
+    miss: PathMiss | None  # why no more is reused; None: nothing is forwarded
+    predicted_s: float  # seconds of the forward pass, by what was measured
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Usage:
     input_tokens: int
     reused_tokens: int
     prefill_tokens: int
-    output_tokens: int = 0
-    ttft_s: float = 0.0
-    decode_s: float = 0.0
+    output_tokens: int = 0  # sampled
+    ttft_s: float = 0.0  # seconds from the request to the first token
+    decode_s: float = 0.0  # seconds from the first token to the last
     changed: str | None = None  # what ran between the plan and the forward pass, if it mattered
     miss: PathMiss | None = None  # why no more was reused, where the request itself found out
 
@@ -84,8 +84,8 @@ class Finding:
     malformed   it has other buffers than a state of this model
     """
 
-    kind: Literal["block", "anchor"]
-    start: int
+    kind: Literal["block", "anchor"]  # which kind of state
+    start: int  # of an anchor: its position
     position: int
     cause: str
     buffer: str | None = None
@@ -103,13 +103,13 @@ class Verification:
     was chosen by a hair, so that states which differ were judged by their logits. Not `complete`:
     it was cancelled."""
 
-    input_tokens: int
+    input_tokens: int  # of the path
     compared: Literal["states", "logits"]
     blocks: int = 0
     anchors: int = 0
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()  # what is wrong
     largest: float = 0.0
-    forwarded_tokens: int = 0
+    forwarded_tokens: int = 0  # what the cold pass took
     sure_tokens: int = 0
     removed_records: int = 0
     complete: bool = True
@@ -170,19 +170,19 @@ class EngineStats:
     weights_bytes: int  # slots of experts included
     state_bytes: int  # KV allocations and anchors' rows in RAM
     working_bytes: int  # set aside for activations
-    ram_budget_bytes: int
-    resident_paths: int
-    running: int
-    waiting: int
+    ram_budget_bytes: int  # what all of it may take
+    resident_paths: int  # paths whose states are in RAM
+    running: int  # requests in the batch
+    waiting: int  # requests in the queue
     forward_rows: int  # rows forwarded since load, by every request
     forward_s: float  # seconds the owner thread spent in forward passes and logits
-    reused_rows: int
+    reused_rows: int  # rows that were not forwarded, since load
     restored_bytes: int  # read back from the store
-    persisted_bytes: int
-    persist_backlog_bytes: int
-    evicted_paths: int
-    compute_threads: int
+    persisted_bytes: int  # written to the store
+    persist_backlog_bytes: int  # captured, not yet written
+    evicted_paths: int  # that gave way, since load
+    compute_threads: int  # of the forward passes
     store_error: str | None = None  # the last write error that no flush has reported yet
-    experts: ExpertStats = ExpertStats("none")
+    experts: ExpertStats = ExpertStats("none")  # of a mixture
     state_limit_bytes: int = 0  # what KV and anchors may take as memory is divided now
-    moves: Moves = Moves()
+    moves: Moves = Moves()  # memory that moved between experts and states

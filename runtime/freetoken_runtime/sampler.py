@@ -41,7 +41,8 @@ class TokenConstraint(Protocol):
     def forced(self) -> Sequence[int]:
         """The ids that must come next in any case; may be empty."""
 
-    def copy(self) -> "TokenConstraint": ...
+    def copy(self) -> "TokenConstraint":
+        """One of its own, at the same point."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,19 @@ class SamplingParams:
     `logprobs`: how many of the most likely ids to report. `seed=None` draws one.
     """
 
-    max_tokens: int = 1024
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    max_tokens: int = 1024  # how many are sampled at most
+    temperature: float = 0.0  # 0 takes the most likely id
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0  # above 0, up to 1
+    min_p: float = 0.0  # of the most likely one's probability
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()  # end the generation, and are delivered
     logprobs: int = 0
     force: Sequence[int] | None = None
-    constraint: TokenConstraint | None = None
+    constraint: TokenConstraint | None = None  # what may be sampled next; copied
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_ids", frozenset(_indices("stop_ids", self.stop_ids)))

@@ -40,7 +40,8 @@ class Database:
     """An open store. Thread-safe; a context manager. One per store and process.
 
     `sessions`, `snapshots`: the two halves. `notices`: sentences about what was repaired or given
-    up since it was opened, oldest first, each once.
+    up since it was opened, oldest first, each once. `path`: its folder. `read_only`: nothing can be
+    written (StoreReadOnly).
     """
 
     sessions: Sessions

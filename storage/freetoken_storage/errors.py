@@ -26,7 +26,8 @@ from typing import ClassVar
 class FreetokenError(Exception):
     """What went wrong, the offending value, the limit it broke and the remedy, in one message.
 
-    `code` is stable across releases; messages are for people.
+    `code` is stable across releases; messages are for people. They are made of `what`, `value`,
+    `limit` and `remedy`, each None where there is none.
     """
 
     code: ClassVar[str] = "freetoken_error"

@@ -16,7 +16,8 @@ from .verification import VerifyReport
 
 
 class MemoryDatabase:
-    """A store in RAM. Thread-safe; a context manager. See `Database`."""
+    """A store in RAM. Thread-safe; a context manager. `sessions`, `snapshots`, `notices` and
+    `read_only` are those of a `Database`."""
 
     sessions: Sessions
     snapshots: Snapshots

@@ -18,7 +18,7 @@ class Fault:
     could be told."""
 
     database: str
-    what: str
+    what: str  # a sentence
     session: str | None = None
 
 
@@ -26,11 +26,12 @@ class Fault:
 class VerifyReport:
     """`ok` if nothing is wrong. The counts are of what could be read."""
 
-    faults: tuple[Fault, ...] = ()
-    counts: dict[str, int] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()  # what is wrong
+    counts: dict[str, int] = field(default_factory=dict)  # by kind of record; `bytes` of them all
 
     @property
     def ok(self) -> bool:
+        """No fault was found."""
         return not self.faults
 
 
