@@ -1,279 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/templates.md: what ChatFormat makes of real chat templates.
+"""Writes docs/templates.md: what ChatFormat makes of real chat templates (templates_study.py).
 
-    python docs/templates_table.py FOLDER_OF_JINJA_FILES > docs/templates.md
-
-Each template renders twelve conversations with `transformers` (the oracle), in every message
-dialect that its authors use. A conversation is *accepted* if some rendering holds every content
-once, in order. It is *equal* if the frames joined with the contents are that rendering.
+python docs/templates_table.py FOLDER_OF_JINJA_FILES > docs/templates.md
 """
 
-import itertools
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import jinja2
-from transformers.utils import chat_template_utils
-
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
-from freetoken_agent.errors import TemplateUnsupported
-from freetoken_agent.items import Item, Options
-from freetoken_agent.template import ChatFormat
-
-NOW_S = 1_800_000_000.0
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look a word up in the dictionary.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "The word to look up."}},
-            "required": ["word"],
-        },
-    },
-}
-SYSTEM = Item("system", "Be brief and kind.")
-TOOLS = Item("tools", json.dumps([_SCHEMA]))
-FIRST, SECOND = Item("user", "The first question."), Item("user", "Another question.")
-THOUGHT = Item("thinking", "Consider it first.", open=True)
-AFTERTHOUGHT = Item("thinking", "Weigh the outcome.", open=True)
-ANSWER, LAST = Item("text", "This is an answer."), Item("text", "Here is the conclusion.")
-PREFACE = Item("text", "Let me look.", open=True)
-
-
-def _call(word: str, call_id: str) -> Item:
-    return Item("tool_call", name="look_up", arguments={"word": word}, call_id=call_id)
-
-
-def _result(text: str, call_id: str) -> Item:
-    return Item("tool_result", text, name="look_up", call_id=call_id)
-
-
-CALL, OTHER_CALL = _call("heron", "aaaaaaaa1"), _call("egret", "aaaaaaaa2")
-RESULT, OTHER_RESULT = _result("A grey bird.", "aaaaaaaa1"), _result("A white bird.", "aaaaaaaa2")
-
-CONVERSATIONS: dict[str, list[Item]] = {
-    "a question": [FIRST],
-    "an answer, no final user": [FIRST, ANSWER],
-    "system, two turns": [SYSTEM, FIRST, ANSWER, SECOND],
-    "a thought in history": [FIRST, THOUGHT, ANSWER, SECOND],
-    "a thought at the end": [SYSTEM, FIRST, THOUGHT, ANSWER],
-    "system and tools": [SYSTEM, TOOLS, FIRST],
-    "tools, one call": [TOOLS, FIRST, CALL, RESULT],
-    "text before a call, then an answer": [SYSTEM, TOOLS, FIRST, PREFACE, CALL, RESULT, LAST],
-    "thoughts around a call": [TOOLS, FIRST, THOUGHT, CALL, RESULT, AFTERTHOUGHT, LAST],
-    "parallel calls, two results": [TOOLS, FIRST, CALL, OTHER_CALL, RESULT, OTHER_RESULT, LAST],
-    "calls, then a new turn": [
-        SYSTEM, TOOLS, FIRST, CALL, RESULT, ANSWER, SECOND, OTHER_CALL, OTHER_RESULT, LAST,
-    ],
-    "a system text in the middle": [
-        SYSTEM, FIRST, ANSWER, Item("system", "Now speak Latin."), SECOND,
-    ],
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One conversation: what the oracle made of it, and whether ours equals it."""
-
-    accepted: bool
-    refused: str | None  # the oracle's own words
-    listed: bool  # equal from one layout of the list
-    stepwise: bool  # equal from one-by-one appends
-    reason: str = ""  # of ours, where it refused
-
-
-@dataclass(frozen=True)
-class Row:
-    """One template."""
-
-    name: str
-    learned: ChatFormat | None
-    error: str
-    outcomes: dict[str, Outcome]
-
-
-def native_messages(
-    items: Sequence[Item], field: str, empty: str | None, as_string: bool
-) -> list[Any]:
-    """The messages of a conversation, as clients of `transformers` write them."""
-    messages: list[dict[str, Any]] = []
-    previous: Item | None = None
-    for item in items:
-        if item.kind in ("thinking", "text", "tool_call"):
-            if previous is None or previous.kind not in ("thinking", "text", "tool_call"):
-                messages.append({"role": "assistant", "content": ""})
-            message = messages[-1]
-            if item.kind == "thinking":
-                message[field] = item.text
-            elif item.kind == "text":
-                message["content"] = item.text
-            else:
-                message["content"] = message["content"] or empty
-                arguments: Any = item.arguments
-                if as_string:
-                    arguments = json.dumps(arguments)
-                function = {"name": item.name, "arguments": arguments}
-                message.setdefault("tool_calls", []).append(
-                    {"type": "function", "id": item.call_id, "function": function}
-                )
-        elif item.kind == "tool_result":
-            messages.append(
-                {
-                    "role": "tool",
-                    "content": item.text,
-                    "tool_call_id": item.call_id,
-                    "name": item.name,
-                }
-            )
-        elif item.kind != "tools":
-            messages.append({"role": item.kind, "content": item.text})
-        previous = item
-    return messages
-
-
-class _Frozen(datetime):
-    @classmethod
-    def now(cls, tz: Any = None) -> "_Frozen":
-        return cls.fromtimestamp(NOW_S, UTC)
-
-
-def oracle(source: str, items: Sequence[Item], generation: bool) -> Iterator[str | Exception]:
-    """Renderings by `transformers` in each dialect of messages."""
-    tools = [_SCHEMA] if any(item.kind == "tools" for item in items) else None
-    absent: tuple[list[Any] | None, ...] = (None, [])
-    extras: tuple[dict[str, Any], ...] = ({}, {"thinking": True})
-    for field, empty, as_string, no_tools, extra in itertools.product(
-        ("reasoning_content", "thought"), ("", None), (False, True), absent, extras
-    ):
-        try:
-            with mock.patch.object(chat_template_utils, "datetime", _Frozen):
-                rendered, _ = chat_template_utils.render_jinja_template(
-                    [native_messages(items, field, empty, as_string)],
-                    tools=tools or no_tools,
-                    chat_template=source,
-                    add_generation_prompt=generation,
-                    **SPECIAL,
-                    **extra,
-                )
-        except _REFUSALS as error:
-            yield error
-        else:
-            yield rendered[0]
-
-
-def contents(items: Sequence[Item]) -> list[str]:
-    """What a rendering must hold once, in order."""
-    found = []
-    for item in items:
-        if item.kind == "tool_call":
-            found += [str(value) for value in (item.arguments or {}).values()]
-        elif item.kind == "tools":
-            found.append("Look a word up in the dictionary.")
-        else:
-            found.append(item.text)
-    return found
-
-
-def holds(rendered: str, items: Sequence[Item]) -> bool:
-    """Whether every content is there once, in order."""
-    position = 0
-    for content in contents(items):
-        at = rendered.find(content)
-        if at < position or rendered.count(content) != 1:
-            return False
-        position = at + len(content)
-    return True
-
-
-def orders(items: Sequence[Item]) -> list[list[Item]]:
-    """The conversation with its preamble in either order."""
-    if [item.kind for item in items[:2]] == ["system", "tools"]:
-        return [list(items), [items[1], items[0], *items[2:]]]
-    return [list(items)]
-
-
-def examine(source: str, learned: ChatFormat | None, items: Sequence[Item]) -> Outcome:
-    """One conversation of one template."""
-    generation = items[-1].kind in ("user", "tool_result")
-    renderings = list(oracle(source, items, generation))
-    accepted: list[tuple[str, list[Item]]] = []
-    for order in orders(items):
-        for rendered in renderings:
-            if isinstance(rendered, str) and holds(rendered, order):
-                accepted.append((rendered, order))
-    errors = [str(error) for error in renderings if isinstance(error, Exception)]
-    refused = errors[0] if len(errors) == len(renderings) else None
-    if learned is None:
-        return Outcome(bool(accepted), refused, False, False, "not learned")
-    wanted = {rendered for rendered, _ in accepted}
-    order = accepted[0][1] if accepted else in_order(learned, items)
-    options = Options(now_s=NOW_S)
-    try:
-        listed = "".join(p.gap_text + p.text for p in learned.layout(order, options=options))
-        if generation:
-            listed += learned.opener(order, options=options).text
-        reason = ""
-    except TemplateUnsupported as error:
-        listed, reason = "", str(error)
-    try:
-        stepwise = one_by_one(learned, order, options)
-        if generation:
-            stepwise += learned.opener(order, options=options).text
-    except TemplateUnsupported:
-        stepwise = ""
-
-    def equal(text: str) -> bool:
-        if generation:
-            return text in wanted
-        return bool(text) and any(
-            rendered.startswith(text) and holds(text, order) for rendered in wanted
-        )
-
-    return Outcome(bool(accepted), refused, equal(listed), equal(stepwise), reason)
-
-
-def in_order(learned: ChatFormat, items: Sequence[Item]) -> list[Item]:
-    """The conversation with its preamble as the format wants it."""
-    for order in orders(items):
-        kinds = [item.kind for item in order[:2]]
-        if kinds == list(learned.preamble_order):
-            return order
-    return list(items)
-
-
-def one_by_one(learned: ChatFormat, items: Sequence[Item], options: Options) -> str:
-    """The preamble in one run, then each content appended to what stands before it."""
-    preamble = [item for item in items if item.kind in ("system", "tools")][:2]
-    preamble = list(items[: len(preamble)]) if list(items[: len(preamble)]) == preamble else []
-    text = "".join(p.gap_text + p.text for p in learned.layout(preamble, options=options))
-    for index in range(len(preamble), len(items)):
-        piece = learned.layout(items[: index + 1], start=index, options=options)[0]
-        text += piece.gap_text + piece.text
-    return text
-
-
-def study(path: Path) -> Row:
-    """One template."""
-    source = path.read_text(encoding="utf-8")
-    tokenizer = ByteTokenizer((*CHATML_CONTROLS, *SPECIAL.values()), special_tokens=SPECIAL)
-    learned, error = None, ""
-    try:
-        learned = ChatFormat.learn(source, tokenizer)
-    except TemplateUnsupported as refusal:
-        error = str(refusal)
-    outcomes = {title: examine(source, learned, items) for title, items in CONVERSATIONS.items()}
-    return Row(path.stem, learned, error, outcomes)
+from templates_study import CALLS, CONVERSATIONS, Outcome, Row, study_all
 
 
 def mark(outcome: Outcome) -> str:
@@ -336,6 +71,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "|---|" + "---|" * (len(CONVERSATIONS) + 2),
         *(_matrix_line(row) for row in rows),
         "",
+        *_calls_section(rows),
+        "",
         "## What each template does beyond frames",
         "",
         "| template | |",
@@ -344,6 +81,67 @@ def markdown(rows: Sequence[Row]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def shown(row: Row, calls: str) -> list[Outcome]:
+    """Of `calls` ("one" or "two"), with tools and without, what the template's own rendering
+    shows."""
+    of_kind = [outcome for title, outcome in row.calls.items() if title.startswith(calls)]
+    return [outcome for outcome in of_kind if outcome.accepted]
+
+
+def _calls_section(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "## Calls",
+        "",
+        "A template renders structured calls if its own rendering of a message with `tool_calls`"
+        " and of their results shows each argument and each result once, in order, with a list of"
+        " tools or without one. A pair of calls is two in one message.",
+        "",
+        "| | templates that render it | equal | also one by one |",
+        "|---|---|---|---|",
+    ]
+    for calls, title in (("one", "one call and its result"), ("two", "a pair and its results")):
+        render = [found for row in rows if (found := shown(row, calls))]
+        equal = sum(all(outcome.listed for outcome in found) for found in render)
+        stepwise = sum(all(outcome.stepwise for outcome in found) for found in render)
+        lines.append(f"| {title} | {len(render)} | {equal} | {stepwise} |")
+    lines += [
+        "",
+        "The others, marked as above. What a template does not render is inlined in a session, as"
+        " the next table says. Where it renders one call but no pair, `parallel_tool_calls=False`"
+        " is forced: the model writes one call in a step, and `reply.parallel_tool_calls` is False.",
+        "",
+        "| template | " + " | ".join(CALLS) + " | |",
+        "|---|" + "---|" * (len(CALLS) + 1),
+    ]
+    for row in rows:
+        marks = [mark(outcome) for outcome in row.calls.values()]
+        if set(marks) != {"="}:
+            cells = [*(f"`{m}`" for m in marks), _why(row)]
+            lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _why(row: Row) -> str:
+    """Why some of the calls are not equal in both ways."""
+    titles: dict[str, list[str]] = {}  # by reason
+    for title, outcome in row.calls.items():
+        if outcome.refused is not None:
+            reason = f'it refuses, "{" ".join(outcome.refused.split())}"'
+        elif not outcome.accepted:
+            reason = f"it {outcome.lost}"
+        elif not outcome.listed:
+            reason = f"ours differs, {outcome.reason}"
+        else:
+            reason = "it writes its last messages otherwise than earlier ones"
+        if mark(outcome) != "=":
+            titles.setdefault(reason, []).append(title)
+    said = [
+        reason if len(of_reason) == len(CALLS) else f"{' and '.join(of_reason)}: {reason}"
+        for reason, of_reason in titles.items()
+    ]
+    return "; ".join(said).replace("|", "\\|")
 
 
 def _matrix_line(row: Row) -> str:
@@ -358,11 +156,6 @@ def _notes(row: Row) -> str:
     if row.learned is None:
         return "not learned: " + " ".join(row.error.split()).replace("|", "\\|")
     return "; ".join(row.learned.report.notes).replace("|", "\\|") or "nothing"
-
-
-def study_all(folder: Path) -> list[Row]:
-    """Every template of a folder, by name."""
-    return [study(path) for path in sorted(folder.glob("*.jinja"), key=lambda p: p.name.lower())]
 
 
 if __name__ == "__main__":

@@ -31,12 +31,14 @@ _WORDS: Mapping[Kind, str] = {
     "system": "system text",
     "tools": "tool list",
 }
+_SECOND_CALL = "second call"
 _TOGETHER, _NEITHER = "thought together with a text", "text or thought"
 _OMISSIONS: Mapping[str, str] = {
     "text": "leave the text out of the message, or delete() it first",
     "thought": "leave the thought out of the message, or delete() it first",
     _TOGETHER: "leave one of the two out of the message, or delete() it first",
     _NEITHER: "leave both out of the message, or delete() them first",
+    _SECOND_CALL: "append the result of the first one before it",
 }
 _ANY_CALL = Item("tool_call", name="f", arguments={}, call_id="lent")
 
@@ -125,6 +127,10 @@ class GapSource:
         """What the item's own message must not hold for the template to have a place for it, in
         words; "" if that is not it."""
         message = items[message_start(items, index) : index]
+        calls = [i for i in message if i.kind == "tool_call"]
+        if items[index].kind == "tool_call" and calls:
+            without_calls = self._holds_without(items, index, ("tool_call",), options)
+            return _SECOND_CALL if without_calls else ""
         text, thinking = (any(i.kind == kind for i in message) for kind in ("text", "thinking"))
         without_text = text and self._holds_without(items, index, ("text",), options)
         without_thought = thinking and self._holds_without(items, index, ("thinking",), options)

@@ -16,7 +16,7 @@ from .events import GenerationEvent
 from .generate_options import GenerateOptions
 from .model import Model, PathPlan, PathUsage, TokenConstraint, TokenStream
 from .segments import FinishReason, Reply, ReusePlan, Segment
-from .step_grammar import step_constraint
+from .step_grammar import holds_several_calls, step_constraint
 
 if TYPE_CHECKING:
     from .session import Session
@@ -31,7 +31,8 @@ class ModelStep:
     Not thread-safe, except `cancel`. Every finished segment is committed before the event that
     reports it. A whole segment waits for the next event: only that tells whether the turn goes on.
     A call can only be followed by a parallel one, since no template has a place for anything else:
-    what the model writes instead ends the reply and is not kept (a cut second call is such a text).
+    what the model writes instead ends the reply and is not kept (a cut second call is such a text,
+    and so is a whole one where the step may hold one only).
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class ModelStep:
         self._loose: list[int] = []  # sampled ids that no segment holds yet
         self._answer_end = ""  # where a stop text may have begun
         self._after_call = False
-        self._stopped = False  # by a stop text, or by something else than a call after a call
+        self._parallel = options.parallel_tool_calls
+        self._stopped = False  # by a stop text, or by what may not follow a call
         self._cancelled = threading.Event()
         self._progress: deque[tuple[int, int]] = deque(maxlen=1)  # rows done, in all
         self.prompt_done = False  # a token was sampled
@@ -123,6 +125,7 @@ class ModelStep:
         self._parser = parsing.StreamParser(
             draft.model.format, draft.model.tokenizer, kind=draft.kind, after=draft.ids
         )
+        self._parallel = holds_several_calls(draft.model, self._options)
         self._constraint = step_constraint(draft.model, draft.tools, draft.place, self._options)
         self._plan, self._announced = draft.plan()
         return [events.PlanReady(**self._place(draft), plan=self._plan)]
@@ -167,7 +170,7 @@ class ModelStep:
     def _take(self, draft: Draft, parsed: Sequence[parsing.ParseEvent]) -> list[GenerationEvent]:
         made: list[GenerationEvent] = []
         for event in parsed:
-            if self._after_call and not _is_of_call(event):
+            if self._after_call and not (self._parallel and _is_of_call(event)):
                 self._stopped = True
                 continue
             made += self._commit(draft, "open")
@@ -266,6 +269,7 @@ class ModelStep:
             calls=calls,
             segments=tuple(self._segments),
             finish_reason=finish,
+            parallel_tool_calls=self._parallel,
             usage=draft.paid(usage, self._plan, sum(t.num_tokens for t in thoughts)),
         )
 

@@ -48,12 +48,18 @@ def step_constraint(
         place,
         choice,
         tuple(_enforced(shape, strict=choice == "required") for shape in allowed),
-        options.parallel_tool_calls and model.format.report.parallel_calls,
+        holds_several_calls(model, options),
         options.output_schema,
         _thinks(model, options),
     )
     stops = model.format.closers | model.tokenizer.stop_ids
     return vocabulary(model.tokenizer, stops).constraint(writer.lark(demand))
+
+
+def holds_several_calls(model: Model, options: GenerateOptions) -> bool:
+    """Whether a step may hold more than one call: as it was asked for, and if the template has a
+    place for a second one."""
+    return options.parallel_tool_calls and model.format.report.parallel_calls
 
 
 def _thinks(model: Model, options: GenerateOptions) -> bool:

@@ -168,12 +168,31 @@ def _role_notes(grammar: Grammar, report: TemplateReport) -> list[str]:
     if report.tools_before_system:
         notes.append("it puts tools before the system text")
     if not report.parallel_calls:
-        notes.append("it has no parallel calls")
+        notes.append(_single_call(grammar))
     if renders(grammar, [USER, CALL]) and not renders(grammar, [USER, TEXT, CALL]):
         notes.append("it drops or moves a text before a call")
     if report.moves_system and report.system_supported:
         notes.append(_later_system(grammar))
     return notes
+
+
+def _inlined_note(dialect: Dialect) -> str:
+    name = dialect.spelling.name
+    calls = "as <tool_call>{json}</tool_call>" if name == HERMES.name else f"in the format {name}"
+    results = (
+        "messages of tools" if dialect.results else "user turns <tool_response>…</tool_response>"
+    )
+    return f"it has no calls: they are inlined {calls}, and results are {results}"
+
+
+def _single_call(grammar: Grammar) -> str:
+    try:
+        grammar.skeleton([USER, CALL, OTHER_CALL], DEFAULT_OPTIONS)
+    except TemplateUnsupported:
+        verb = "refuses"
+    else:
+        verb = "drops"
+    return f"it {verb} a second call in a message (no parallel calls): a step holds one call"
 
 
 def _later_system(grammar: Grammar) -> str:
