@@ -192,14 +192,12 @@ class ScriptedStream:
 
 
 class ScriptedModel:
-    """Plays `script`: one step per reply, in order.
+    """Plays `script`: one step per reply, in order; then it raises ScriptExhausted.
 
     A step is a text, `Think`, `Call`, `Raw`, an exception (raised from the stream), a sequence of
     these (one reply: a thought, a text, two calls …), or a callable that gets the `Request` and
-    returns one of them. Texts and calls are followed by the id that closes the turn. Then it
-    raises ScriptExhausted. `requests`: what it was asked, oldest first. `ledger`: the paths that it
-    forwarded. `parts`: what its states depend on besides `name`.
-    """
+    returns one of them. Texts and calls are followed by the id that closes the turn. `requests`:
+    what it was asked. `ledger`: what it forwarded. `parts`: what states depend on besides `name`."""
 
     def __init__(
         self,
