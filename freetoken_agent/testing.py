@@ -197,7 +197,7 @@ class ScriptedModel:
     A step is a text, `Think`, `Call`, `Raw`, an exception (raised from the stream), a sequence of
     these (one reply: a thought, a text, two calls …), or a callable that gets the `Request` and
     returns one of them. Texts and calls are followed by the id that closes the turn. `requests`:
-    what it was asked. `ledger`: what it forwarded. `parts`: what states depend on besides `name`."""
+    what it was asked. `ledger`: what it forwarded. `parts`: what its states depend on, too."""
 
     def __init__(
         self,
