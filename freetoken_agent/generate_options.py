@@ -30,7 +30,9 @@ class GenerateKwargs(TypedDict, total=False):
     are kept as sampled. `force`: ids fed as if they had been sampled, then sampling goes on.
 
     `tool_choice`: "auto", "none", "required", or the name of the tool that must be called.
-    `allowed_tools`: names of those that may be; None allows all of the path's. `output_schema`: a
+    `allowed_tools`: names of those that may be; None allows all of the path's.
+    `parallel_tool_calls`: False holds the model to one call; so does a chat template that has no
+    place for a second one, and then `Reply.parallel_tool_calls` is False. `output_schema`: a
     JSON schema; the answer, if the model calls no tool, is one value that fits it. These bind what
     comes after a thought, never the thought.
     """
@@ -38,7 +40,7 @@ class GenerateKwargs(TypedDict, total=False):
     thinking: bool | None
     tool_choice: str
     allowed_tools: Sequence[str] | None
-    parallel_tool_calls: bool
+    parallel_tool_calls: bool  # whether one reply may hold several calls
     output_schema: Mapping[str, Any] | None
     max_tokens: int  # of the whole reply, thoughts included
     temperature: float  # 0 takes the most likely id

@@ -285,8 +285,11 @@ class Reply(_Frozen):
     thinking: str  # of its thoughts
     calls: tuple[Segment, ...]
     segments: tuple[Segment, ...]
-    finish_reason: FinishReason
-    usage: Usage
+    finish_reason: FinishReason  # `tool_calls`: it ended with calls
+    usage: Usage  # what it cost
+    # whether several calls were possible: not where one was asked for, nor where the chat template
+    # has no place for a second one, whatever was asked for
+    parallel_tool_calls: bool = True
 
 
 class Edit(_Frozen):

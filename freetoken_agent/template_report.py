@@ -176,15 +176,6 @@ def _role_notes(grammar: Grammar, report: TemplateReport) -> list[str]:
     return notes
 
 
-def _inlined_note(dialect: Dialect) -> str:
-    name = dialect.spelling.name
-    calls = "as <tool_call>{json}</tool_call>" if name == HERMES.name else f"in the format {name}"
-    results = (
-        "messages of tools" if dialect.results else "user turns <tool_response>…</tool_response>"
-    )
-    return f"it has no calls: they are inlined {calls}, and results are {results}"
-
-
 def _single_call(grammar: Grammar) -> str:
     try:
         grammar.skeleton([USER, CALL, OTHER_CALL], DEFAULT_OPTIONS)
