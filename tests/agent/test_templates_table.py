@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real chat templates: docs/templates.md is current and says what the acceptance asks for."""
 
-import importlib.util
+import importlib
 import json
 import random
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -25,21 +25,22 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def table() -> ModuleType:
+def table() -> Iterator[ModuleType]:
     """docs/templates_table.py as a module."""
-    spec = importlib.util.spec_from_file_location(
-        "templates_table", ROOT / "docs/templates_table.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        yield importlib.import_module("templates_table")
 
 
 @pytest.fixture(scope="module")
-def rows(table: ModuleType) -> list[Any]:
-    return list(table.study_all(FOLDER))
+def study(table: ModuleType) -> ModuleType:
+    """docs/templates_study.py, which the table is made of."""
+    return importlib.import_module("templates_study")
+
+
+@pytest.fixture(scope="module")
+def rows(study: ModuleType) -> list[Any]:
+    return list(study.study_all(FOLDER))
 
 
 def test_the_table_in_docs_is_current(table: ModuleType, rows: list[Any]) -> None:
@@ -49,15 +50,51 @@ def test_the_table_in_docs_is_current(table: ModuleType, rows: list[Any]) -> Non
 
 
 def test_at_least_38_templates_are_equal_on_all_they_accept(
-    table: ModuleType, rows: list[Any]
+    table: ModuleType, study: ModuleType, rows: list[Any]
 ) -> None:
     """Oracle: the acceptance figure; and none is unequal in the first column."""
-    assert len(rows) == 46 and len(table.CONVERSATIONS) == 12
+    assert len(rows) == 46 and len(study.CONVERSATIONS) == 12
     assert sum(table.whole(row, "listed") for row in rows) >= 38
     unequal = [
         row.name for row in rows if not table.whole(row, "listed") and table.count(row, "listed")[1]
     ]
     assert unequal == []
+
+
+@pytest.mark.parametrize(("calls", "least"), [("one", 30), ("two", 27)])
+def test_calls_and_their_results_are_as_the_template_renders_them(
+    table: ModuleType, rows: list[Any], calls: str, least: int
+) -> None:
+    """Oracle: transformers' own rendering, of at least as many templates as the acceptance asks
+    for, and of every one that renders them; also the figures on the page are those."""
+    shown = {row.name: found for row in rows if (found := table.shown(row, calls))}
+    for name, outcomes in shown.items():
+        assert all(outcome.listed for outcome in outcomes), name
+    assert len(shown) >= least
+    stepwise = sum(all(outcome.stepwise for outcome in found) for found in shown.values())
+    assert stepwise >= least
+    page = (ROOT / "docs/templates.md").read_text(encoding="utf-8")
+    assert f" | {len(shown)} | {len(shown)} | {stepwise} |" in page
+
+
+def test_each_template_whose_calls_differ_is_named_with_the_reason(
+    table: ModuleType, rows: list[Any]
+) -> None:
+    """Oracle: the study: in the section of calls stands whoever is not equal in every way, and only
+    they, each with words; those that render one call but no pair hold a step to one call."""
+    page = (ROOT / "docs/templates.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Calls\n")[2].partition("\n## ")[0]
+    lines = [line.split(" | ") for line in section.splitlines() if line.count(" | ") == 5]
+    named = {cells[0].removeprefix("| "): cells[-1].removesuffix(" |") for cells in lines[1:]}
+    differing = {
+        row.name
+        for row in rows
+        if not all(o.accepted and o.listed and o.stepwise for o in row.calls.values())
+    }
+    assert set(named) == differing and all(len(reason) > 10 for reason in named.values())
+    for row in rows:
+        if table.shown(row, "one"):
+            assert bool(table.shown(row, "two")) is row.learned.report.parallel_calls, row.name
 
 
 def test_one_by_one_differs_only_where_the_report_says_so(
@@ -91,10 +128,10 @@ def test_what_is_not_accepted_is_named(table: ModuleType, rows: list[Any]) -> No
                 assert any(name in notes for name in names), (row.name, title, notes)
 
 
-def random_path(rng: random.Random, table: ModuleType, tools_first: bool) -> list[Item]:
+def random_path(rng: random.Random, study: ModuleType, tools_first: bool) -> list[Item]:
     """Several turns of several steps, with parallel calls."""
     items = [Item("system", "s")] if rng.random() < 0.6 else []
-    items += [table.TOOLS] if rng.random() < 0.5 else []
+    items += [study.TOOLS] if rng.random() < 0.5 else []
     if tools_first:
         items.reverse()
     number = 0
@@ -114,7 +151,7 @@ def random_path(rng: random.Random, table: ModuleType, tools_first: bool) -> lis
     return items
 
 
-def test_windows_hold_on_random_paths_of_every_template(table: ModuleType, rows: list[Any]) -> None:
+def test_windows_hold_on_random_paths_of_every_template(study: ModuleType, rows: list[Any]) -> None:
     """Oracle: each gap and opener cut from a rendering of the whole path."""
     compared = 0
     for row in rows:
@@ -124,7 +161,7 @@ def test_windows_hold_on_random_paths_of_every_template(table: ModuleType, rows:
         whole = GapSource(row.learned.grammar, windows=False)
         rng = random.Random(row.name)
         for _ in range(4):
-            items = random_path(rng, table, row.learned.report.tools_before_system)
+            items = random_path(rng, study, row.learned.report.tools_before_system)
             for index in range(1, len(items) + 1):
                 wanted = gap(whole, items, index)
                 if wanted is not None:
@@ -143,7 +180,9 @@ def gap(source: GapSource, items: list[Item], index: int) -> list[Any] | None:
         return None
 
 
-def test_a_wrong_frame_is_seen(table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_frame_is_seen(
+    table: ModuleType, study: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the same study with one character more in every gap finds nothing equal."""
     layout = ChatFormat.layout
 
@@ -151,7 +190,7 @@ def test_a_wrong_frame_is_seen(table: ModuleType, monkeypatch: pytest.MonkeyPatc
         return [replace(p, gap_text=p.gap_text + "!") for p in layout(self, *arguments, **more)]
 
     monkeypatch.setattr(ChatFormat, "layout", spoiled)
-    row = table.study(FOLDER / "Qwen-Qwen2.5-7B-Instruct.jinja")
+    row = study.study(FOLDER / "Qwen-Qwen2.5-7B-Instruct.jinja")
     assert table.count(row, "listed")[0] == table.count(row, "stepwise")[0] == 0
     assert table.count(row, "listed")[1] > 0
 
