@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         TokenizerUnsupported,
         ToolFailed,
         ToolNameTaken,
+        UnknownCallFormat,
         UnsupportedContent,
     )
     from .events import (
@@ -91,8 +92,8 @@ if TYPE_CHECKING:
     from .generate_options import OptionUnsupported, UnknownOption
     from .generation import Generation, GenerationInUse, GenerationUnfinished
     from .local_model import LocalModel
-    from .mcp import MCPServer
     from .loop import Run
+    from .mcp import MCPServer
     from .model import (
         ContextOverflow,
         InvalidSampling,
@@ -184,6 +185,7 @@ _MODULES = {
         "TokenizerUnsupported",
         "ToolFailed",
         "ToolNameTaken",
+        "UnknownCallFormat",
         "UnsupportedContent",
     ),
     ".events": (
@@ -207,9 +209,9 @@ _MODULES = {
     ".generate_options": ("OptionUnsupported", "UnknownOption"),
     ".generation": ("Generation", "GenerationInUse", "GenerationUnfinished"),
     ".local_model": ("LocalModel",),
+    ".loop": ("Run",),
     ".mcp": ("MCPServer",),
     ".model": ("ContextOverflow", "InvalidSampling", "Model", "ModelClosed", "ModelUnusable"),
-    ".loop": ("Run",),
     ".run_context": ("RunContext",),
     ".segments": (
         "BranchInfo",
@@ -301,9 +303,9 @@ __all__ = [
     "Result",
     "ResultLimit",
     "ReusePlan",
+    "Run",
     "RunContext",
     "RunError",
-    "Run",
     "RunEvent",
     "RunFinished",
     "RunLimit",
@@ -353,6 +355,7 @@ __all__ = [
     "Tree",
     "TreeNode",
     "Turn",
+    "UnknownCallFormat",
     "UnknownOption",
     "UnsupportedContent",
     "UnsupportedSchema",

@@ -31,14 +31,19 @@ def bind(session: SessionBody, model: Model | None) -> Binding:
     """Compare what the session was created with to a model."""
     if model is None:
         return Binding("read_only", "no model was given", _OPEN_WITH_MODEL)
+    template, _, call_format = session.template.partition("+")
+    given_template, _, given_format = model.format.digest.partition("+")
     differing = [
         name
         for name, stored, given in (
             ("tokenizer", session.tokenizer, model.tokenizer.digest),
-            ("template", session.template, model.format.report.digest),
+            ("template", template, given_template),
+            ("call format", call_format, given_format),
         )
         if stored != given
     ]
+    if differing == ["call format"]:
+        return _other_calls(model.name, call_format, given_format)
     if differing:
         return Binding(
             "read_only",
@@ -55,6 +60,20 @@ def bind(session: SessionBody, model: Model | None) -> Binding:
             "the first forward pass computes the path anew",
         )
     return Binding("bound")
+
+
+def _other_calls(model: str, stored: str, given: str) -> Binding:
+    """The same template with calls of another format."""
+    asked = f"call_format={stored!r}" if stored else "no call_format"
+    return Binding(
+        "read_only",
+        f"{model!r} writes calls in {_words(given)}, the session was made for {_words(stored)}",
+        f"load the model with {asked}, or rerender() the session into a new one",
+    )
+
+
+def _words(call_format: str) -> str:
+    return f"the format {call_format!r}" if call_format else "the template's own format"
 
 
 def differing_parts(stored: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
@@ -75,7 +94,7 @@ def new_session(
     return SessionBody(
         model=model.name,
         tokenizer=model.tokenizer.digest,
-        template=model.format.report.digest,
+        template=model.format.digest,
         fingerprint=dict(model.fingerprint.parts),
         fingerprint_digest=model.fingerprint.digest,
         variables=dict(options.variables),

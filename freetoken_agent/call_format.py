@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a call back from the text of its unit, in the format the template writes calls in.
 
-Four families cover the templates seen: one JSON object that holds name and arguments; a name and
+Five families cover the templates seen: one JSON object that holds name and arguments; a name and
 then a JSON object of arguments; a name and then tagged parameters; a name and then an object with
-bare keys and quotes of its own. What is read is lenient about
-blanks and key order and strict about everything else.
+bare keys and quotes of its own; a call as in Python. What is read is lenient about blanks and key
+order and strict about everything else.
 """
 
 import json
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .json_values import is_plain, read
+from .python_calls import HEAD, inside_string, read_call
 from .quoted_values import Quotes
 from .sentinels import PATTERN, sentinel
 
@@ -42,6 +43,9 @@ class CallFormat(Protocol):
 
     def open_string(self, unit: str) -> bool:
         """Whether the unit ends inside a string of its arguments."""
+
+    def ends_at(self, unit: str) -> int | None:
+        """Where a unit ends that no tag closes; None if it is unfinished."""
 
 
 def _read_object(text: str, start: int = 0) -> tuple[dict[str, Any], int] | None:
@@ -107,10 +111,16 @@ class JsonCalls:
 
     def name_so_far(self, unit: str) -> str | None:
         match = re.search(rf'"{re.escape(self.name[-1])}"\s*:\s*"([^"\\]+)"', unit)
-        return match[1] if match else None
+        if match is None or f'"{self.arguments[-1]}"' in unit[: match.start()]:
+            return None  # an argument may be called like that
+        return match[1]
 
     def open_string(self, unit: str) -> bool:
         return _inside_string(unit)
+
+    def ends_at(self, unit: str) -> int | None:
+        found = _read_object(unit)
+        return found and found[1]
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,11 @@ class NamedJsonCalls:
     def open_string(self, unit: str) -> bool:
         match = self.pattern.search(unit)
         return match is not None and _inside_string(unit, match.end())
+
+    def ends_at(self, unit: str) -> int | None:
+        match = self.pattern.search(unit)
+        found = None if match is None else _read_object(unit, match.end())
+        return found and found[1]
 
 
 @dataclass(frozen=True)
@@ -178,6 +193,9 @@ class TaggedCalls:
         rest = unit[match.end("name") :]
         return self.open in rest[rest.rfind(self.close) + 1 :]
 
+    def ends_at(self, unit: str) -> int | None:
+        return len(unit) if self.parse(unit) is not None else None
+
 
 @dataclass(frozen=True)
 class QuotedCalls:
@@ -198,6 +216,32 @@ class QuotedCalls:
     def open_string(self, unit: str) -> bool:
         match = self.head.search(unit)
         return match is not None and self.quotes.inside_string(unit, match.end())
+
+    def ends_at(self, unit: str) -> int | None:
+        match = self.head.search(unit)
+        found = None if match is None else self.quotes.read_object(unit, match.end())
+        return found and found[1]
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """A name and keyword arguments in parentheses."""
+
+    def parse(self, unit: str) -> ParsedCall | None:
+        found = read_call(unit)
+        return found and ParsedCall(found[0], found[1])
+
+    def name_so_far(self, unit: str) -> str | None:
+        match = HEAD.match(unit)
+        return match["name"] if match else None
+
+    def open_string(self, unit: str) -> bool:
+        match = HEAD.match(unit)
+        return match is not None and inside_string(unit, match.end())
+
+    def ends_at(self, unit: str) -> int | None:
+        found = read_call(unit)
+        return found and found[2]
 
 
 def _as_value(text: str) -> object:
@@ -229,7 +273,17 @@ def learn_call_format(unit: str, number: int, pair: str | None) -> CallFormat | 
             if value == arguments and name in unit[:position]:
                 return _named(unit, name, position)
         position = unit.find("{", position + 1)
-    return None if pair is None else _tagged(pair, name, number) or _quoted(pair, name, number)
+    if pair is None:
+        return None
+    if _is_python(pair, name, number):
+        return PythonCalls()
+    return _tagged(pair, name, number) or _quoted(pair, name, number)
+
+
+def _is_python(pair: str, name: str, number: int) -> bool:
+    numbers = number, number + 1
+    members = (f'{sentinel("key", one)}="{sentinel("value", one)}"' for one in numbers)
+    return pair == f"{name}({', '.join(members)})"
 
 
 def _path_to(value: object, wanted: object) -> tuple[str, ...] | None:

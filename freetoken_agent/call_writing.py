@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a template writes calls, as data: literals around slots, learned from renderings.
-
-    <tool_call>\\n{"name": "  NAME  ", "arguments":   ARGUMENTS   }\\n</tool_call>
-    [TOOL_CALLS]  NAME  [CALL_ID]  ID  [ARGS]  ARGUMENTS
+"""How a template writes calls, as data (`call_spelling`), learned from renderings.
 
 What comes before the first call, between two and after the last belongs to gaps: it is here too,
 because the model has to write it.
@@ -12,8 +9,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from .call_spelling import (
+    Arguments,
+    JsonArguments,
+    Literally,
+    Part,
+    PythonArguments,
+    QuotedArguments,
+    TaggedArguments,
+    ValueType,
+)
 from .dialect import SentinelFill
 from .errors import TemplateUnsupported
 from .frames import Grammar
@@ -21,49 +27,6 @@ from .items import DEFAULT_OPTIONS, Item
 from .markup import Gaps, Markup, beyond
 from .probes import CALL, OTHER_CALL, USER
 from .sentinels import PATTERN, sentinel
-
-Slot = Literal["name", "id", "index", "arguments"]
-ValueType = Literal["string", "integer", "boolean", "null", "array", "object"]
-
-
-@dataclass(frozen=True)
-class Literally:
-    """Text of the template's own; control tokens in it are control tokens."""
-
-    text: str
-
-
-Part = Literally | Slot
-
-
-@dataclass(frozen=True)
-class JsonArguments:
-    """One JSON object."""
-
-    item_separator: str = ", "
-    key_separator: str = ": "
-
-
-@dataclass(frozen=True)
-class TaggedArguments:
-    """One parameter after another: open, key, middle, value, close. Strings stand as they are,
-    other values as JSON. `middles` differ where the template says the type."""
-
-    open: str
-    close: str
-    between: str
-    middles: Mapping[ValueType, str]
-
-
-@dataclass(frozen=True)
-class QuotedArguments:
-    """An object with bare keys, its strings between quotes of the template's own."""
-
-    open: str
-    close: str
-
-
-Arguments = JsonArguments | TaggedArguments | QuotedArguments
 
 
 @dataclass(frozen=True)
@@ -95,7 +58,7 @@ def learn_call_writing(grammar: Grammar, markup: Markup, gaps: Gaps) -> CallWrit
         return None
     if full is None:
         return None
-    found = _json(full) or _tagged(grammar, full) or _quoted(full)
+    found = _json(full) or _tagged(grammar, full) or _quoted(full) or _python(full)
     if found is None:
         return None
     arguments, start, stop = found
@@ -241,6 +204,12 @@ def _quoted(unit: str) -> tuple[QuotedArguments, int, int] | None:
         unit,
     )
     return found and (QuotedArguments(found["open"], found["close"]), *found.span())
+
+
+def _python(unit: str) -> tuple[PythonArguments, int, int] | None:
+    arguments = f'{_KEYS[0]}="{_VALUES[0]}", {_KEYS[1]}="{_VALUES[1]}"'
+    start = unit.find(f"({arguments})") + 1
+    return (PythonArguments(), start, start + len(arguments)) if start else None
 
 
 def _between(text: str, left: str, right: str) -> str:

@@ -3,7 +3,7 @@
 
 A `Dialect` says in which field a template reads a thought, whether it wants arguments as an object
 or a string, and which kinds it cannot express at all. Those are inlined (rule 15 of the API): a
-thought as `<think>…</think>`, a call as `<tool_call>{json}</tool_call>`, a result as a user turn
+thought as `<think>…</think>`, a call as its `CallSpelling` says, a result as a user turn
 `<tool_response>…</tool_response>`, tools as a block in the system text, a system text at the head
 of the first user turn.
 """
@@ -13,30 +13,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from .call_spelling import CallSpelling
 from .errors import TemplateUnsupported
 from .items import ASSISTANT_KINDS, Item, same_message
+from .named_formats import HERMES
 from .sentinels import mask_tools, sentinel
 
 # Inlined tags are sentinels while a template sees them: some templates look for `</think>` in a
 # message and cut it there. `write_tags` puts the literals back.
-TAGS = (
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
-)  # fmt: skip
-_THINK, _THINK_END, _CALL, _CALL_END, _RESULT, _RESULT_END = (
-    sentinel("tag", number) for number in range(len(TAGS))
-)
+TAGS = ("<think>", "</think>", "<tool_response>", "</tool_response>")
+_THINK, _THINK_END, _RESULT, _RESULT_END = (sentinel("tag", number) for number in range(len(TAGS)))
 THINK_OPEN, THINK_CLOSE = f"{_THINK}\n", f"\n{_THINK_END}\n\n"
-CALL_OPEN, CALL_CLOSE = f"{_CALL}\n", f"\n{_CALL_END}"
 RESULT_OPEN, RESULT_CLOSE = f"{_RESULT}\n", f"\n{_RESULT_END}"
 TOOLS_OPEN = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
 )
-TOOLS_CLOSE = (
+_HERMES_CLOSE = (
     "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
     "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
+
+
+def tools_close(spelling: CallSpelling) -> str:
+    """What follows the schemas of a block of tools."""
+    if spelling is HERMES:
+        return _HERMES_CLOSE
+    return (
+        "\n</tools>\n\nFor each function call, return the function's name and its arguments in "
+        f"this form:\n{spelling.sample}"
+    )
 
 
 def write_tags(text: str) -> str:
@@ -48,12 +55,16 @@ def write_tags(text: str) -> str:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one template wants its messages. `thinking`: the field of a thought, None to inline it.
-    `variables` are always passed (some templates render earlier thoughts only if asked)."""
+    """How one template wants its messages. `calls`: whether as calls; else they are inlined as
+    `spelling` says. `results`: whether as messages of tools. `thinking`: the field of a thought,
+    None to inline it. `variables` are always passed (some templates render earlier thoughts only if
+    asked)."""
 
     system: bool = True
     tools: bool = True
     calls: bool = True
+    results: bool = True
+    spelling: CallSpelling = HERMES
     thinking: str | None = "reasoning_content"
     arguments: Literal["object", "string"] = "object"
     empty_content: str | None = ""  # of a message that holds only calls
@@ -167,6 +178,7 @@ class MessageBuilder:
         self._head = ""  # text that waits for the first user turn
         self._assistant: dict[str, Any] | None = None
         self._previous: Item | None = None
+        self._calls = 0  # inlined ones of the message
 
     def build(self) -> Request:
         for index, item in enumerate(self._items):
@@ -198,7 +210,7 @@ class MessageBuilder:
         if self._dialect.tools:
             self._tools = self._fill.tools(index)
             return
-        block = TOOLS_OPEN + self._fill.content(index) + TOOLS_CLOSE
+        block = TOOLS_OPEN + self._fill.content(index) + tools_close(self._dialect.spelling)
         if not self._dialect.system:
             self._head += ("\n\n" if self._head else "") + block
         elif self._messages and self._messages[-1]["role"] == "system":
@@ -217,7 +229,7 @@ class MessageBuilder:
 
     def _add_tool_result(self, index: int) -> None:
         text = self._fill.content(index)
-        if self._dialect.calls:
+        if self._dialect.results:
             call = self._answers[index]
             self._messages.append(
                 {
@@ -238,6 +250,7 @@ class MessageBuilder:
         goes_on = self._previous is not None and same_message(self._previous, item)
         if self._assistant is None or not goes_on:
             self._assistant = {"role": "assistant", "content": ""}
+            self._calls = 0
             self._messages.append(self._assistant)
         message = self._assistant
         if item.kind == "thinking":
@@ -247,11 +260,31 @@ class MessageBuilder:
         elif self._dialect.calls:
             self._add_call(message, index)
         else:
-            call = {"name": self._fill.name(index), "arguments": self._fill.arguments(index)}
-            text = CALL_OPEN + json.dumps(call, ensure_ascii=False) + CALL_CLOSE
-            inline = message["content"]
-            separator = "\n" if inline and not inline.endswith("\n") else ""
-            message["content"] = inline + separator + text
+            self._inline_call(message, index)
+
+    def _inline_call(self, message: dict[str, Any], index: int) -> None:
+        spelling = self._dialect.spelling
+        call = spelling.written(
+            self._fill.name(index),
+            self._fill.call_id(index),
+            self._calls,
+            self._fill.arguments(index),
+        )
+        before, end = message["content"], spelling.masked(spelling.end)
+        if self._calls and spelling.between is None:
+            raise TemplateUnsupported(
+                "the call format has no parallel calls",
+                value=spelling.name,
+                remedy="append the result of the first call before the second",
+            )
+        if self._calls:
+            before = before.removesuffix(end) + spelling.masked(spelling.between or "")
+        elif before and not before.endswith("\n"):
+            before += spelling.masked(spelling.after_text) + spelling.masked(spelling.begin)
+        else:
+            before += spelling.masked(spelling.begin)
+        message["content"] = before + call + end
+        self._calls += 1
 
     def _add_thinking(self, message: dict[str, Any], text: str) -> None:
         field_name = self._dialect.thinking

@@ -14,6 +14,7 @@ FreetokenError
 ├── SessionReadOnly          opened without a model, or with a tokenizer or template not its own
 ├── InvalidEdit              arguments of an edit that do not go together
 ├── TemplateUnsupported      the chat template refuses, moves or drops what was asked
+├── UnknownCallFormat        a name of a call format that there is not
 ├── UnsupportedContent       a content part that is not text
 ├── TokenizerUnsupported     a tokenizer that cannot keep contents and control tokens apart
 ├── InvalidMessages          a message list that breaks its own format
@@ -141,6 +142,12 @@ class TemplateUnsupported(FreetokenError):
     """The chat template cannot express this, or cannot be learned. Nothing was changed."""
 
     code = "template_unsupported"
+
+
+class UnknownCallFormat(FreetokenError):
+    """There is no call format of this name; the message lists those that there are."""
+
+    code = "unknown_call_format"
 
 
 class UnsupportedContent(FreetokenError):

@@ -70,7 +70,7 @@ class Grammar:
             variables={**self.dialect.variables, **options.variables},
             now_s=options.now_s,
         )
-        return write_tags(text)
+        return self.dialect.spelling.unmasked(write_tags(text))
 
     def skeleton(
         self, items: Sequence[Item], options: Options, *, generation: bool = False

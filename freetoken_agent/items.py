@@ -74,7 +74,8 @@ class TemplateReport:
 
     digest: str
     fallback_thinking: bool = False  # rule 15: inlined as <think>…</think>
-    fallback_tools: bool = False  # rule 15: inlined as <tool_call>…</tool_call>
+    fallback_tools: bool = False  # rule 15: calls or tools are inlined
+    call_format: str | None = None  # the named format in which calls are inlined
     drops_thinking: bool = False  # earlier thinking disappears when a user message follows
     system_supported: bool = True  # False: folded into the first user turn
     tools_before_system: bool = False

@@ -28,6 +28,7 @@ from .model import (
     SamplingOptions,
     TokenStream,
 )
+from .named_formats import named
 from .segments import Content, as_text
 from .template import ChatFormat
 from .tokenizer import Tokenizer
@@ -64,15 +65,20 @@ class LocalModel:
         *,
         config: "EngineConfig | None" = None,
         weights: bool = True,
+        call_format: str | None = None,
     ) -> Self:
         """Load a pulled name, a Hugging Face folder or a GGUF file.
 
         `weights=False` reads tokenizer and template only: sessions open, count and render, and
-        nothing can be forwarded (ModelUnusable). Raises ModelNotFound, ModelUnusable (no chat
-        template), TemplateUnsupported, TokenizerUnsupported, and the runtime's errors for weights
-        and configurations, each naming the file.
+        nothing can be forwarded (ModelUnusable). `call_format`: how the model writes tool calls,
+        where its template drops them or shows others ("hermes", "lfm2" …); sessions are bound to
+        it. Raises ModelNotFound, ModelUnusable (no chat template), TemplateUnsupported,
+        UnknownCallFormat, TokenizerUnsupported, and the runtime's errors for weights and
+        configurations, each naming the file.
         """
         path = resolve(source)
+        if call_format is not None:
+            named(call_format)  # refused before anything is read
         if weights:
             read_ahead(path)  # the disk works while tokenizer and torch are loaded
         pulled = path.is_relative_to(models_dir())
@@ -83,7 +89,7 @@ class LocalModel:
                 value=str(path),
                 remedy="use an instruct model, or add chat_template.jinja to its folder",
             )
-        chat_format = ChatFormat.learn(tokenizer.chat_template, tokenizer)
+        chat_format = ChatFormat.learn(tokenizer.chat_template, tokenizer, call_format=call_format)
         engine = None
         if weights:
             from freetoken_runtime import Engine, EngineConfig  # torch loads here, not on import
@@ -108,13 +114,13 @@ class LocalModel:
 
     @property
     def name(self) -> str:
+        """The pulled name, or the name of its folder or file."""
         return self._name
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
-        """The pulled name, or the name of its folder or file."""
     @property
     def format(self) -> ChatFormat:
         return self._format
@@ -139,13 +145,13 @@ class LocalModel:
 
     @property
     def context_limit(self) -> int:
+        """How many tokens a path may have."""
         return _UNLIMITED if self._engine is None else self._engine.context_limit
 
     def count_tokens(self, content: Content) -> int:
         """Tokens of a content by itself, without the frames that a session puts around it."""
         return len(self._tokenizer.encode_content(as_text(content)))
 
-        """How many tokens a path may have."""
     def set_budget(self, *, ram_bytes: int | None = None, vram_bytes: int | None = None) -> None:
         """Change the memory budgets; what no longer fits is evicted now."""
         self.engine.set_budget(ram_bytes=ram_bytes, vram_bytes=vram_bytes)

@@ -23,7 +23,7 @@ class Marker:
     """`core` is looked for; blanks of `lead` before it and of `trail` after it belong to it.
 
     `unit`: where the core of a call is (partly) frame, the literal with which the unit itself
-    begins; '' where the unit begins with the core.
+    begins; '' where the unit begins with the core, or, if `behind`, with what follows it.
     """
 
     core: str
@@ -31,6 +31,7 @@ class Marker:
     lead: str = ""
     trail: str = ""
     unit: str = ""
+    behind: bool = False
 
     @classmethod
     def of(cls, literal: str, target: Target) -> "Marker | None":
@@ -47,8 +48,10 @@ class Marker:
         what follows."""
         literal = gap + head
         core = literal.lstrip()
-        if not core or not head.strip():
+        if not core:
             return None
+        if not head.strip():  # a call that begins with its name
+            return replace(cls._of_core(core.rstrip(), gap), behind=True)
         end = 0
         while match := _TAG.match(core, end):
             end = match.end()
@@ -56,12 +59,13 @@ class Marker:
                 break
         else:
             end = len(core.rstrip())
-        return cls(
-            core[:end],
-            "call",
-            lead=literal[: -len(core)],
-            unit=_first_tag(head) if gap.strip() else "",
+        return replace(
+            cls._of_core(core[:end], literal), unit=_first_tag(head) if gap.strip() else ""
         )
+
+    @classmethod
+    def _of_core(cls, core: str, literal: str) -> "Marker":
+        return cls(core, "call", lead=literal[: len(literal) - len(literal.lstrip())])
 
 
 def _first_tag(text: str) -> str:
@@ -208,6 +212,8 @@ def _section_closers(gaps: Gaps) -> tuple[str, ...]:
     if gaps.call_to_result is None:
         return ()
     literal = gaps.call_to_result.strip()
+    if (end := _turn_end(gaps.closing.strip(), literal)) is not None:
+        return tuple(re.findall(r"\]|[^\s\]]+", literal[:end]))
     closers = []
     if literal.startswith("]"):
         closers.append("]")
@@ -216,3 +222,13 @@ def _section_closers(gaps: Gaps) -> tuple[str, ...]:
     if match and ("calls" in match[0] or match[0].startswith("[/")):
         closers.append(match[0])
     return tuple(closers)
+
+
+def _turn_end(closing: str, literal: str) -> int | None:
+    """Where the turn's closer begins in what follows a call; None if that is not in it. The calls
+    may have a shorter one than a text."""
+    for match in re.finditer(r"(?<!\S)\S|<|\[", closing):
+        at = literal.find(closing[match.start() :])
+        if at == 0 or (at > 0 and not literal[at - 1].isalnum()):
+            return at
+    return None

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .call_format import ParsedCall
+from .call_format import CallFormat, ParsedCall
 from .json_values import whole_characters
 from .markup import Marker
 from .tape import Tape
@@ -97,7 +97,9 @@ class StreamParser:
         self._emitted = 0  # deltas were given up to here
         self._unit = 0  # where the call begins, once its literal was seen
         self._unit_literal = ""
+        self._blanks = False  # blanks before the call are not part of it
         self._prior_end = 0  # where the content before the call ends
+        self._taken = 0  # ids up to here belong to a call
         # blanks of the last marker, or of the opener, that may still come
         self._trail = self._markup.blanks if kind == "text" else ""
         self._ended = False  # nothing more can complete a marker
@@ -144,7 +146,9 @@ class StreamParser:
         if self._mode == "start":
             return self._at_start(self._markup.start)
         if self._mode == "after_call":
-            return self._skip_closer() or self._at_start(self._markup.after_call)
+            if self._skip_closer():
+                return True
+            return not self._closer_may_come() and self._at_start(self._markup.after_call)
         if self._mode == "call":
             return self._in_call()
         markers = self._markup.thinking if self._mode == "thinking" else self._markup.text
@@ -175,6 +179,7 @@ class StreamParser:
             )
         if not self._at_marker(markers, at):
             self._mode = "text"
+            self._begin = self._search = self._emitted = max(self._begin, self._taken)
         return True
 
     def _at_marker(self, markers: Sequence[Marker], at: int) -> bool:
@@ -197,6 +202,11 @@ class StreamParser:
                 self._search = self._emitted = self._begin
                 return True
         return False
+
+    def _closer_may_come(self) -> bool:
+        rest = self._tape.text[self._begin :].lstrip()
+        closers = self._markup.skip_after_call
+        return bool(rest) and not self._ended and any(c.startswith(rest) for c in closers)
 
     def _in_content(self, markers: Sequence[Marker]) -> bool:
         """Inside a text or a thought: up to the first whole marker, or as far as is certain."""
@@ -235,7 +245,8 @@ class StreamParser:
                 self._begin = end
             elif not has_content:
                 self._begin = end
-            self._unit = at
+            self._unit = at + len(marker.core) if marker.behind else at
+            self._blanks = marker.behind
             self._unit_literal = marker.unit
             self._call_started = False
             self._search = at + len(marker.core)
@@ -264,6 +275,11 @@ class StreamParser:
                 return False
             self._unit = self._emitted = unit_at
             self._unit_literal = ""
+        if self._blanks:
+            rest = text[self._unit :]
+            self._unit += len(rest) - len(rest.lstrip())
+            self._emitted = max(self._emitted, self._unit)
+            self._blanks = not rest.strip()
         if not self._call_started:
             name = calls.name_so_far(self._tape.literal(self._unit, len(text)))
             if name is not None:
@@ -276,7 +292,7 @@ class StreamParser:
             self._emitted = len(text)
         closer = self._markup.call_end
         if not closer:
-            return text.endswith("}") and self._close_call(len(text))
+            return self._closes_itself(calls)
         at = text.find(closer, self._search)
         if at < 0:
             self._search = max(self._search, len(text) - len(closer) + 1)
@@ -287,6 +303,16 @@ class StreamParser:
         if not calls.open_string(self._tape.literal(self._unit, at)):
             self._end_malformed(calls.name_so_far(self._tape.literal(self._unit, at)))
         return True
+
+    def _closes_itself(self, calls: CallFormat) -> bool:
+        """Finish a call that no tag ends, if its last bracket was written. What an id holds behind
+        it may be the end of the section, or the beginning of the next call."""
+        fresh = self._tape.text[max(self._search, self._unit) :]
+        if "}" not in fresh and ")" not in fresh:
+            return False
+        self._search = len(self._tape.text)
+        size = calls.ends_at(self._tape.literal(self._unit, self._search))
+        return size is not None and self._close_call(self._tape.advanced(self._unit, size))
 
     def _close_call(self, end: int) -> bool:
         """Finish the call if its unit, up to `end`, reads as one."""
@@ -306,10 +332,10 @@ class StreamParser:
             self._demote()
 
     def _leave_call(self, name: str, call: ParsedCall | None, end: int) -> None:
-        end = self._tape.snapped_end(self._unit, end)
+        self._taken = self._tape.snapped_end(self._unit, end)
         if self._prior_end > self._begin:
             self._done("text", self._begin, self._prior_end)
-        self._done_call(name, call, end)
+        self._done_call(name, call, self._taken)
         self._begin = self._search = self._emitted = end
         self._mode = "after_call"
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .call_shapes import learn_call_shapes
+from .call_spelling import CallSpelling
 from .dialect import Dialect
 from .errors import TemplateUnsupported
-from .frames import Grammar
+from .frames import CallShape, Grammar
 from .gaps import SAMPLE_TOOLS
 from .items import DEFAULT_OPTIONS, Item, Options
 from .jinja import JinjaTemplate
@@ -37,11 +38,17 @@ def renders(grammar: Grammar, items: Sequence[Item], options: Options = DEFAULT_
     return True
 
 
-def find_dialect(template: JinjaTemplate, stops: Sequence[str]) -> Grammar:
+def find_dialect(
+    template: JinjaTemplate,
+    stops: Sequence[str],
+    fallback: CallSpelling,
+    chosen: CallSpelling | None = None,
+) -> Grammar:
     """The first dialect in which the template shows each kind; a kind it shows in none is inlined.
 
-    `stops`: literals of the tokens that end a turn. TemplateUnsupported if the template cannot
-    even render a user's message and an answer.
+    `stops`: literals of the tokens that end a turn. `fallback`: how calls are inlined; with
+    `chosen` they are, unless the template writes them so itself. TemplateUnsupported if the
+    template cannot even render a user's message and an answer.
     """
     grammar = _with(Grammar(template, Dialect()), tools=False, calls=False, thinking=None)
     bare = _first(_variants(grammar, no_tools=(None, ())), [[USER, ANSWER]])
@@ -54,7 +61,7 @@ def find_dialect(template: JinjaTemplate, stops: Sequence[str]) -> Grammar:
     grammar = bare
     if not renders(grammar, [SYSTEM, USER]):
         grammar = _with(grammar, system=False)
-    grammar = _calls(grammar, stops)
+    grammar = _calls(grammar, stops, fallback, chosen)
     grammar = _thinking(grammar)
     candidates = _variants(_with(grammar, tools=True), no_tools=(grammar.dialect.no_tools,))
     preambles = [[TOOLS, USER], [SYSTEM, TOOLS, USER], [TOOLS, SYSTEM, USER]]
@@ -86,7 +93,17 @@ def _thinking(grammar: Grammar) -> Grammar:
     return _first(candidates, [[USER, THOUGHT, TEXT], [USER, THOUGHT, CALL]]) or grammar
 
 
-def _calls(grammar: Grammar, stops: Sequence[str]) -> Grammar:
+def _calls(
+    grammar: Grammar, stops: Sequence[str], fallback: CallSpelling, chosen: CallSpelling | None
+) -> Grammar:
+    shown = _shown_calls(grammar, stops)
+    if shown is not None and (chosen is None or _writes(shown, chosen)):
+        return shown
+    return _inlined(grammar, chosen or fallback)
+
+
+def _shown_calls(grammar: Grammar, stops: Sequence[str]) -> Grammar | None:
+    """The grammar in which the template shows calls and their results."""
     candidates = _variants(
         _with(grammar, calls=True), arguments=("object", "string"), empty_content=("", None)
     )
@@ -97,4 +114,30 @@ def _calls(grammar: Grammar, stops: Sequence[str]) -> Grammar:
         candidate = replace(candidate, calls=shapes)
         if shapes and renders(candidate, [USER, CALL, RESULT]):
             return candidate
-    return replace(grammar, calls=learn_call_shapes(grammar, stops))
+    return None
+
+
+def _writes(grammar: Grammar, spelling: CallSpelling) -> bool:
+    """Whether the template's own calls are those of the spelling."""
+    extents = (rendering := grammar.skeleton([USER, CALL], DEFAULT_OPTIONS)).extents
+    inlined = _inlined(grammar, spelling).skeleton([USER, CALL], DEFAULT_OPTIONS)
+    units = [
+        None if extent is None else shown.text[extent[0] : extent[1]]
+        for shown, extent in ((rendering, extents[1]), (inlined, inlined.extents[1]))
+    ]
+    return units[0] is not None and units[0] == units[1]
+
+
+def _inlined(grammar: Grammar, spelling: CallSpelling) -> Grammar:
+    """Calls in the content; results as the template has them behind such a call, if it does."""
+    inlined = replace(
+        _with(grammar, calls=False, results=False, spelling=spelling),
+        calls=(CallShape(*spelling.ends),),
+    )
+    shown = _with(inlined, results=True)
+    paths = [[USER, CALL, RESULT, ANSWER, USER]]
+    if spelling.between is not None:
+        paths.append([USER, CALL, OTHER_CALL, RESULT, OTHER_RESULT])
+    if spelling.tool_role and all(renders(shown, path) for path in paths):
+        return shown
+    return inlined

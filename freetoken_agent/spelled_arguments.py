@@ -4,17 +4,20 @@
 JSON       {"city": "Oslo", "days": 2}                     the schema as it is
 tagged     <parameter=city>\\nOslo\\n</parameter> …           each parameter by its own schema
 quoted     {city:<|"|>Oslo<|"|>,days:2}                     types, enumerations, required keys
+python     city="Oslo", days=2, sunny=True                  the same
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from .call_writing import (
+from .call_spelling import (
     Arguments,
     JsonArguments,
+    PythonArguments,
     QuotedArguments,
     TaggedArguments,
     ValueType,
+    python_literal,
 )
 from .lark import ANY, Rules, quoted
 
@@ -40,11 +43,13 @@ def spell(rules: Rules, arguments: Arguments, schema: Schema) -> str:
         return rules.value(closed, {**SPELLING, **separators})
     if isinstance(arguments, TaggedArguments):
         return _Tagged(rules, arguments, schema).parameters()
+    if isinstance(arguments, PythonArguments):
+        return _Python(rules, schema).keywords()
     return _Quoted(rules, arguments, schema).object(schema)
 
 
 class _Spelling:
-    """What the two formats that are not JSON share. One use."""
+    """What the formats that are not JSON share. One use."""
 
     def __init__(self, rules: Rules, schema: Schema) -> None:
         self._rules = rules
@@ -121,25 +126,31 @@ class _Tagged(_Spelling):
         return rules.rule(f"{head} ({spelled}) {rules.literal(close)}")
 
 
-class _Quoted(_Spelling):
-    def __init__(self, rules: Rules, quotes: QuotedArguments, schema: Schema) -> None:
+class _Literals(_Spelling):
+    """Values in a spelling of their own, by their types."""
+
+    comma: ClassVar[str]
+
+    def __init__(self, rules: Rules, schema: Schema) -> None:
         super().__init__(rules, schema)
-        self._quotes = quotes
         self._named: dict[str, str] = {}  # reference -> rule
 
     def object(self, schema: Schema) -> str:
-        required = schema.get("required", ())
         properties: Mapping[str, Any] = schema.get("properties", {})
+        inside = self._inside(schema, {name: self._key(name) for name in properties})
+        return self._rules.rule(f'"{{" {inside} "}}"') if inside else '"{}"'
+
+    def _inside(self, schema: Schema, keys: Mapping[str, str]) -> str:
+        """The members of an object; '' where it has none."""
+        required = schema.get("required", ())
         members = [
-            (f"{quoted(name + ':')} {self._value(inner)}", name in required)
-            for name, inner in properties.items()
+            (f"{key} {self._value(schema['properties'][name])}", name in required)
+            for name, key in keys.items()
         ]
         if not members:
-            return '"{}"'
-        inside = self._members(members, '","')
-        if not any(name in required for name in properties):
-            inside = f"{inside}?"
-        return self._rules.rule(f'"{{" {inside} "}}"')
+            return ""
+        inside = self._members(members, quoted(self.comma))
+        return inside if any(name in required for name in keys) else f"{inside}?"
 
     def _value(self, schema: Any) -> str:
         if isinstance(schema, Mapping) and "$ref" in schema:
@@ -155,12 +166,11 @@ class _Quoted(_Spelling):
         if isinstance(kind, list):
             return self._any(self._value({**schema, "type": one}) for one in kind)
         if kind == "string":
-            opened = self._rules.literal(self._quotes.open)
-            return self._rules.rule(f"{opened} {self._text(schema, self._quotes.close)}")
+            return self._string(schema)
         if kind == "array":
             item = self._value(schema.get("items", {"type": "string"}))
-            return self._rules.rule(f'"[" {_repeated(item, schema)} "]"')
-        return self.object(schema) if kind == "object" else self._json(schema)
+            return self._rules.rule(f'"[" {self._repeated(item, schema)} "]"')
+        return self.object(schema) if kind == "object" else self._plain(schema)
 
     def _referred(self, reference: str) -> str:
         """A rule of its own, so that a schema may refer to itself."""
@@ -173,6 +183,43 @@ class _Quoted(_Spelling):
     def _any(self, alternatives: Iterable[str]) -> str:
         return self._rules.rule(" | ".join(alternatives))
 
+    def _repeated(self, item: str, schema: Schema) -> str:
+        """Items with commas between them."""
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return ""
+        counts = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        rest = f"({quoted(self.comma)} {item}){counts}"
+        return f"{item} {rest}" if least else f"({item} {rest})?"
+
+    def _key(self, name: str) -> str:
+        raise NotImplementedError
+
+    def _string(self, schema: Schema) -> str:
+        raise NotImplementedError
+
+    def _constant(self, value: Any) -> str:
+        raise NotImplementedError
+
+    def _plain(self, schema: Schema) -> str:
+        """A value that is no string, array or object, or may be any."""
+        return self._json(schema)
+
+
+class _Quoted(_Literals):
+    comma = ","
+
+    def __init__(self, rules: Rules, quotes: QuotedArguments, schema: Schema) -> None:
+        super().__init__(rules, schema)
+        self._quotes = quotes
+
+    def _key(self, name: str) -> str:
+        return quoted(name + ":")
+
+    def _string(self, schema: Schema) -> str:
+        opened = self._rules.literal(self._quotes.open)
+        return self._rules.rule(f"{opened} {self._text(schema, self._quotes.close)}")
+
     def _constant(self, value: Any) -> str:
         if not isinstance(value, str):
             return self._json({"const": value})
@@ -180,13 +227,26 @@ class _Quoted(_Spelling):
         return f"{opened} {quoted(value)} {closed}"
 
 
-def _repeated(item: str, schema: Schema) -> str:
-    """Items with commas between them."""
-    least, most = schema.get("minItems", 0), schema.get("maxItems")
-    if most == 0:
-        return ""
-    rest = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
-    return f"{item} {rest}" if least else f"({item} {rest})?"
+class _Python(_Literals):
+    comma = ", "
+
+    def keywords(self) -> str:
+        """What stands between the parentheses; '' where the schema has no parameters."""
+        properties: Mapping[str, Any] = self._root.get("properties", {})
+        return self._inside(self._root, {name: quoted(f"{name}=") for name in properties})
+
+    def _key(self, name: str) -> str:
+        return quoted(f"{python_literal(name)}: ")
+
+    def _string(self, schema: Schema) -> str:
+        return self._json(schema)
+
+    def _constant(self, value: Any) -> str:
+        return quoted(python_literal(value))
+
+    def _plain(self, schema: Schema) -> str:
+        words = {"boolean": '("True" | "False")', "null": '"None"'}
+        return words.get(schema.get("type", ""), "") or self._json(schema)
 
 
 def _constants(schema: Schema) -> list[Any] | None:

@@ -42,6 +42,14 @@ class Tape:
             text = text.replace(surrogate, literal)
         return text
 
+    def advanced(self, start: int, size: int) -> int:
+        """The position behind so many characters of the literal text."""
+        lengths = {surrogate: len(literal) for surrogate, literal in self._literals.items()}
+        while size > 0:
+            size -= lengths.get(self.text[start], 1)
+            start += 1
+        return start
+
     def cut(self, begin: int, end: int | None) -> tuple[tuple[int, ...], tuple[int, ...], str]:
         """The ids before `begin` that nothing holds yet, and those of text[begin:end] (None: to
         the very end), with the text of the latter. Both ends are snapped to ids."""

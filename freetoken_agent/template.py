@@ -11,6 +11,7 @@ report    what it does beyond frames                   template_report.py
 from collections.abc import Sequence
 from functools import cached_property
 
+from .call_spelling import CallSpelling
 from .call_writing import learn_call_writing
 from .contents import ContentSource, find_transforms
 from .dialect import THINK_OPEN, write_tags
@@ -22,6 +23,7 @@ from .items import DEFAULT_OPTIONS, Item, Kind, Opener, Options, Piece, Template
 from .jinja import JinjaTemplate
 from .markup import Markup
 from .markup_probes import find_gaps, find_markup
+from .named_formats import likely, named
 from .probes import find_dialect
 from .template_report import PATHS, closers, examine, thinking_options
 from .tokenizer import Tokenizer, encode_mixed
@@ -43,14 +45,23 @@ _STARTS: tuple[Kind, Kind] = ("thinking", "text")
 class ChatFormat:
     """A chat template as frames. Immutable once learned; any thread may call it."""
 
-    def __init__(self, template_source: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, template_source: str, tokenizer: Tokenizer, call_format: str | None = None
+    ) -> None:
+        chosen = None if call_format is None else named(call_format)
         template = JinjaTemplate(template_source, tokenizer.special_tokens)
         with template.together():
-            self._learn(template, template_source, tokenizer)
+            self._learn(template, template_source, tokenizer, chosen)
 
-    def _learn(self, template: JinjaTemplate, source: str, tokenizer: Tokenizer) -> None:
+    def _learn(
+        self,
+        template: JinjaTemplate,
+        source: str,
+        tokenizer: Tokenizer,
+        chosen: CallSpelling | None,
+    ) -> None:
         stops = [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.stop_ids)]
-        grammar = find_dialect(template, stops)
+        grammar = find_dialect(template, stops, likely(source, tokenizer), chosen)
         windows = windows_hold(grammar, PATHS)
         transforms = find_transforms(grammar)
         self._tokenizer = tokenizer
@@ -58,13 +69,17 @@ class ChatFormat:
         self._gaps = GapSource(grammar, windows=windows)
         self._contents = ContentSource(grammar, transforms, self._has_controls)
         self._markup = find_markup(grammar)
-        self._report = examine(grammar, source, transforms, windows=windows)
+        self._report = examine(grammar, source, transforms, chosen=chosen, windows=windows)
         self._closers = closers(grammar, tokenizer)
 
     @classmethod
-    def learn(cls, template_source: str, tokenizer: Tokenizer) -> "ChatFormat":
-        """Learn the frames of a template by rendering it. TemplateUnsupported if it cannot."""
-        return cls(template_source, tokenizer)
+    def learn(
+        cls, template_source: str, tokenizer: Tokenizer, *, call_format: str | None = None
+    ) -> "ChatFormat":
+        """Learn the frames of a template by rendering it. `call_format`: the name of the format in
+        which the model writes calls, where that is not the template's (`named_formats`).
+        TemplateUnsupported if it cannot, UnknownCallFormat."""
+        return cls(template_source, tokenizer, call_format)
 
     @property
     def grammar(self) -> Grammar:
@@ -82,7 +97,8 @@ class ChatFormat:
 
     @property
     def digest(self) -> str:
-        """Hex digest of the template; part of a session's binding."""
+        """Hex digest of the template, and the call format that was chosen instead of its own; part
+        of a session's binding."""
         return self._report.digest
 
     @property

@@ -5,9 +5,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from .call_spelling import CallSpelling
+from .dialect import Dialect
 from .errors import TemplateUnsupported
 from .frames import Grammar
 from .items import DEFAULT_OPTIONS, Item, Kind, Options, TemplateReport
+from .named_formats import HERMES
 from .probes import (
     ANSWER,
     CALL,
@@ -68,12 +71,20 @@ def _inside_turns(grammar: Grammar, tokenizer: Tokenizer) -> set[int]:
 
 
 def examine(
-    grammar: Grammar, source: str, transforms: Mapping[Kind, str], *, windows: bool
+    grammar: Grammar,
+    source: str,
+    transforms: Mapping[Kind, str],
+    *,
+    chosen: CallSpelling | None = None,
+    windows: bool,
 ) -> TemplateReport:
-    """The report of a template whose dialect is known."""
+    """The report of a template whose dialect is known. `chosen`: the call format asked for; what
+    the template does itself leaves no trace in the digest."""
     dialect = grammar.dialect
+    digest = hashlib.sha256(source.encode()).hexdigest()
     report = TemplateReport(
-        digest=hashlib.sha256(source.encode()).hexdigest(),
+        digest=digest if chosen is None or dialect.calls else f"{digest}+{chosen.name}",
+        call_format=None if dialect.calls else dialect.spelling.name,
         fallback_thinking=dialect.thinking is None,
         fallback_tools=not (dialect.calls and dialect.tools),
         drops_thinking=_drops_thinking(grammar),
@@ -153,10 +164,7 @@ def _role_notes(grammar: Grammar, report: TemplateReport) -> list[str]:
     if report.thinking_switch:
         notes.append("thinking can be switched on and off")
     if not grammar.dialect.calls:
-        notes.append(
-            "it has no calls: they are inlined as <tool_call>{json}</tool_call>, and results are "
-            "user turns <tool_response>…</tool_response>"
-        )
+        notes.append(_inlined_note(grammar.dialect))
     if not grammar.dialect.tools:
         notes.append("it shows no tools: they are a block in the system text")
     if not report.system_supported:
@@ -174,6 +182,15 @@ def _role_notes(grammar: Grammar, report: TemplateReport) -> list[str]:
     if report.moves_system and report.system_supported:
         notes.append(_later_system(grammar))
     return notes
+
+
+def _inlined_note(dialect: Dialect) -> str:
+    name = dialect.spelling.name
+    calls = "as <tool_call>{json}</tool_call>" if name == HERMES.name else f"in the format {name}"
+    results = (
+        "messages of tools" if dialect.results else "user turns <tool_response>…</tool_response>"
+    )
+    return f"it has no calls: they are inlined {calls}, and results are {results}"
 
 
 def _single_call(grammar: Grammar) -> str:

@@ -205,12 +205,15 @@ class ScriptedModel:
         *,
         name: str = "scripted",
         template: str = CHATML,
+        call_format: str | None = None,
         context_limit: int = 1 << 17,
         parts: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.tokenizer: Tokenizer = ByteTokenizer()
-        self.format: ChatFormat = ChatFormat.learn(template, self.tokenizer)
+        self.format: ChatFormat = ChatFormat.learn(
+            template, self.tokenizer, call_format=call_format
+        )
         self.context_limit = context_limit
         named = {"weights": name, **(parts or {})}
         self.fingerprint = Fingerprint(
