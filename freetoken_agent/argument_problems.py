@@ -9,20 +9,25 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from .coercion import misreadings
 from .json_schema import Schema, child, in_words, resolved
 
 MAX_PROBLEMS = 10  # fields named in one message
 _PREVIEW_CHARS = 80
+_WHOLE = "the value"
+_KEY = "[key]"  # how pydantic says that it means the key
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an error is: the path of keys, what stands there, and what should."""
+    """Where an error is: the path of keys, what stands there, and what should; and the same of what
+    it is in."""
 
     path: str
     held: Any
     schema: Schema
     parent: Schema
+    above: str
 
 
 def problems_in(error: ValidationError, value: Any, schema: Schema) -> str:
@@ -30,14 +35,29 @@ def problems_in(error: ValidationError, value: Any, schema: Schema) -> str:
     found: dict[str, tuple[_Place, list[str]]] = {}
     for item in error.errors(include_url=False, include_input=False):
         place = _place(item["loc"], value, schema, missing=item["type"] == "missing")
+        if item["loc"][-1:] == (_KEY,):  # of a dict: what stands there is not at fault
+            key = str(item["loc"][-2])
+            place = _Place(f"the key {preview(key)} of {place.above}", key, {}, {}, place.above)
         _, messages = found.setdefault(place.path, (place, []))
         message = _message(item["type"], item["msg"], place, schema)
         if message not in messages:
             messages.append(message)
-    lines = [f"- {path}: {_told(*told, schema)}" for path, told in found.items()]
+    return _shortened([f"- {path}: {_told(*told, schema)}" for path, told in found.items()])
+
+
+def _shortened(lines: list[str]) -> str:
     if len(lines) > MAX_PROBLEMS:
         lines[MAX_PROBLEMS:] = [f"- and {len(lines) - MAX_PROBLEMS} more"]
     return "\n".join(lines)
+
+
+def misread_in(value: Any, schema: Schema) -> str:
+    """One line for each field that pydantic would take for what it is not; "" if there is none."""
+    lines = []
+    for keys, said in misreadings(value, schema):
+        place = _place(keys, value, schema, missing=False)
+        lines.append(f"- {place.path}: {_told(place, [said], schema)}")
+    return _shortened(lines)
 
 
 def preview(value: Any) -> str:
@@ -48,16 +68,16 @@ def preview(value: Any) -> str:
 
 def _place(loc: Sequence[str | int], value: Any, schema: Schema, *, missing: bool) -> _Place:
     """Follow a location of pydantic's. It also names branches of unions, which are no keys."""
-    path, held, here, parent = "", value, schema, schema
+    path, above, held, here, parent = "", "", value, schema, schema
     for number, key in enumerate(loc, 1):
         in_list = isinstance(held, list) and isinstance(key, int) and key < len(held)
         if in_list or (isinstance(held, dict) and key in held):
             held = held[key]
         elif not (missing and number == len(loc)):
             continue
-        parent, here = here, child(here, key, schema) or {}
+        parent, here, above = here, child(here, key, schema) or {}, path
         path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
-    return _Place(path or "the value", held, here, parent)
+    return _Place(path or _WHOLE, held, here, parent, above or _WHOLE)
 
 
 def _message(kind: str, message: str, place: _Place, root: Schema) -> str:

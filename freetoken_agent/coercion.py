@@ -7,7 +7,9 @@ does not fit it: text stays text where text is allowed ("02134"), and nothing is
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .json_schema import Schema, branches, child, resolved
@@ -15,12 +17,23 @@ from .json_values import read
 
 _BOOLEANS = {"true": True, "false": False}
 _NULLS = ("null", "none")
+_TIMES = ("date-time", "date")
+_NUMBER = re.compile(r"\s*[+-]?\d+(\.\d*)?\s*")
+
+Misreading = tuple[tuple[str | int, ...], str]
+"""The keys that lead to a value, and what is wrong with it."""
 
 
 def coerce(value: Any, schema: Any, root: Schema) -> Any:
     """The value as the schema wants it, as far as that is certain; else as it is. `root` holds the
     definitions that the schema refers to. What fits is never changed, nor is what is given."""
     return _Coercion(root).coerced(value, schema)
+
+
+def misreadings(value: Any, root: Schema) -> list[Misreading]:
+    """Where pydantic would take something for a value that it is not, such as true for 1, "nan" for
+    a number, or "2026" for the seconds since 1970."""
+    return list(dict.fromkeys(_Coercion(root).misread(value, root, (), set())))
 
 
 class _Coercion:
@@ -83,12 +96,17 @@ class _Coercion:
         if not all(self.fits(value, part) for part in schema.get("allOf", ())):
             return False
         if branches(schema):
-            return any(self.fits(value, branch) for branch in branches(schema))
+            parts = [resolved(branch, self._root) for branch in branches(schema)]
+            # In a union with text, pydantic prefers the time.
+            is_time = any(_is_seconds(value, part) for part in parts)
+            return not is_time and any(self.fits(value, part) for part in parts)
         constants = _constants(schema)
         if constants is not None:
             return _is_constant(value, constants)
         kinds = _kinds(schema)
         if kinds and not any(_is_kind(value, kind) for kind in kinds):
+            return False
+        if _misreading(value, schema):
             return False
         if isinstance(value, Mapping):
             missing = set(schema.get("required", ())) - value.keys()
@@ -96,6 +114,33 @@ class _Coercion:
         if isinstance(value, list | tuple):
             return all(self._entry_fits(inner, schema, i) for i, inner in enumerate(value))
         return True
+
+    def misread(
+        self, value: Any, schema: Any, path: tuple[str | int, ...], seen: set[Any]
+    ) -> Iterator[Misreading]:
+        """Of a union that fits in some way, nothing is misread. `seen`: pairs of a place and a
+        schema, each looked at once."""
+        schema = resolved(schema, self._root)
+        if (path, id(schema)) in seen:
+            return
+        seen.add((path, id(schema)))
+        alternatives = branches(schema)
+        if alternatives and self.fits(value, schema):
+            return
+        for part in (*alternatives, *schema.get("allOf", ())):
+            yield from self.misread(value, part, path, seen)
+        said = "" if alternatives else _misreading(value, schema)
+        if said:
+            yield path, said
+        items: Sequence[tuple[str | int, Any]] = ()
+        if isinstance(value, Mapping):
+            items = list(value.items())
+        elif isinstance(value, list | tuple):
+            items = list(enumerate(value))
+        for key, inner in items if not alternatives else ():
+            below = child(schema, key, self._root)
+            if below is not None:
+                yield from self.misread(inner, below, (*path, key), seen)
 
     def _entry_fits(self, value: Any, schema: Schema, key: str | int) -> bool:
         inner = child(schema, key, self._root)
@@ -121,6 +166,9 @@ def _into_constant(value: Any, constants: Sequence[Any]) -> Any:
         return value
     written = _as_text(value)
     alike = [one for one in constants if _as_text(one) == written]
+    if not alike:
+        word = written.strip().casefold()
+        alike = [one for one in constants if _as_text(one).casefold() == word]
     return alike[0] if len(alike) == 1 else value
 
 
@@ -145,6 +193,32 @@ def _is_kind(value: Any, kind: str) -> bool:
     if kind == "integer":
         return isinstance(value, int)
     return kind == "number" and isinstance(value, int | float)
+
+
+def _misreading(value: Any, schema: Schema) -> str:
+    kinds = set(_kinds(schema))
+    is_number = bool(kinds & {"integer", "number"})
+    if isinstance(value, bool):
+        return "should be a number" if is_number and "boolean" not in kinds else ""
+    if "number" in kinds and isinstance(value, str | int):
+        return "" if "string" in kinds or _is_finite(value) else "should be a finite number"
+    return "should not be a number" if _is_seconds(value, schema) else ""
+
+
+def _is_seconds(value: Any, schema: Schema) -> bool:
+    """Whether pydantic would count seconds from 1970 on."""
+    is_time = schema.get("format") in _TIMES and "string" in _kinds(schema)
+    return is_time and isinstance(value, str) and _NUMBER.fullmatch(value) is not None
+
+
+def _is_finite(value: str | int) -> bool:
+    """Also of what is no number at all."""
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+    except ValueError:
+        return True
 
 
 def _into_kind(value: Any, kinds: list[str]) -> Any:

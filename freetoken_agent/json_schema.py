@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
+from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
+from pydantic_core import core_schema
 
 Schema = Mapping[str, Any]
 
@@ -43,6 +45,12 @@ _FORMATS = (
 )
 _DROPPED = ("title", "discriminator")  # said by the names; said by the constants of the branches
 _MAX_WORDS = 240
+_EXAMPLES = {
+    "date-time": "2026-01-31T18:00:00Z",
+    "date": "2026-01-31",
+    "time": "18:00:00",
+    "duration": "PT1H30M",
+}
 _BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -71,6 +79,12 @@ class _Generator(GenerateJsonSchema):
         "skipped-choice",
         "non-serializable-default",
     }
+
+    def generator_schema(self, schema: core_schema.GeneratorSchema) -> JsonSchemaValue:
+        raise PydanticInvalidForJsonSchema("an Iterable is read only once: make it a list")
+
+    def is_subclass_schema(self, schema: core_schema.IsSubclassSchema) -> JsonSchemaValue:
+        raise PydanticInvalidForJsonSchema("a class is no value")
 
 
 def schema_of(adapter: TypeAdapter[Any]) -> dict[str, Any]:
@@ -144,11 +158,24 @@ def ordered(schema: Schema, *, generated: bool = False) -> dict[str, Any]:
         found.pop("uniqueItems", None)
         if found.get("format") not in _FORMATS:
             found.pop("format", None)
+        found = _with_known_keys(found)
         if "properties" in found:
             found.setdefault("additionalProperties", False)
     middle = sorted(found.keys() - {*_FIRST, *_LAST})
     keys = [key for key in (*_FIRST, *middle, *_LAST) if key in found]
     return {key: _ordered_value(key, found[key], generated) for key in keys}
+
+
+def _with_known_keys(schema: dict[str, Any]) -> dict[str, Any]:
+    """A dict whose keys are constants, as an object that may have each of them: grammars know no
+    names of properties but these."""
+    keys = schema.get("propertyNames", {})
+    names = keys.get("enum", [keys["const"]] if "const" in keys else [])
+    inner = schema.get("additionalProperties", True)
+    if not names or "properties" in schema or not all(isinstance(name, str) for name in names):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "propertyNames"}
+    return {**kept, "properties": dict.fromkeys(names, inner), "additionalProperties": False}
 
 
 def _is_dropped(key: str, value: object) -> bool:
@@ -248,3 +275,5 @@ def _bounds(schema: Schema) -> Iterator[str]:
             before, _, unit = words.partition(" (")
             value = schema[key]
             yield f"{before} {value} {unit.rstrip(')')}".rstrip()
+            if key == "format" and value in _EXAMPLES:
+                yield f"like {_EXAMPLES[value]}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from .argument_problems import problems_in
+from .argument_problems import misread_in, problems_in
 from .coercion import coerce
 from .errors import InvalidOutputType, ModelRetry
 from .json_schema import resolved, schema_of
@@ -60,6 +60,9 @@ class OutputType:
             answer = self._adapter.validate_json(json.dumps(value))
         except ValidationError as error:
             raise _refused(problems_in(error, value, self.schema)) from error
+        misread = misread_in(value, self.schema)
+        if misread:
+            raise _refused(misread)
         return answer.result if self.wrapped else answer
 
 

@@ -14,7 +14,7 @@ from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError, SchemaError, to_json
 
-from .argument_problems import preview, problems_in
+from .argument_problems import misread_in, preview, problems_in
 from .coercion import coerce
 from .docstrings import Documentation
 from .errors import InvalidTool, ModelRetry
@@ -70,8 +70,10 @@ class SignatureReader:
             # As JSON: what JSON has no type for is read from text, and nothing is shared.
             read_in = self.model.model_validate_json(json.dumps(value))
         except ValidationError as error:
-            problems = problems_in(error, value, self.schema)
-            raise invalid_arguments(tool, problems) from error
+            raise invalid_arguments(tool, problems_in(error, value, self.schema)) from error
+        misread = misread_in(value, self.schema)
+        if misread:
+            raise invalid_arguments(tool, misread)
         positional: list[Any] = []
         named: dict[str, Any] = {}
         for parameter in self.parameters:
