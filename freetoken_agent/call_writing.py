@@ -66,7 +66,7 @@ def learn_call_writing(grammar: Grammar, markup: Markup, gaps: Gaps) -> CallWrit
     unit = (*_parts(head, other), "arguments", *_parts(tail, other))
     return CallWriting(
         unit=unit,
-        bare=unit if bare is None or isinstance(arguments, JsonArguments) else _parts(bare, other),
+        bare=unit if bare is None or not isinstance(arguments, _BARE) else _parts(bare, other),
         arguments=arguments,
         at_start=_at_start(gaps, gaps.to_call),
         after_text=gaps.text_to_call,
@@ -76,6 +76,7 @@ def learn_call_writing(grammar: Grammar, markup: Markup, gaps: Gaps) -> CallWrit
     )
 
 
+_BARE = TaggedArguments, QuotedArguments  # no arguments may be another text
 _KEYS = sentinel("key", 1), sentinel("key", 2)
 _VALUES = sentinel("value", 1), sentinel("value", 2)
 _TYPED: Mapping[ValueType, tuple[object, str]] = {

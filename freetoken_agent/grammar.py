@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .call_writing import CallWriting, Literally, Part
+from .call_spelling import Literally, Part
+from .call_writing import CallWriting
 from .lark import Rules, quoted
 from .markup import Gaps
 from .spelled_arguments import SPELLING, spell
@@ -176,7 +177,8 @@ class GrammarWriter:
             first = rules.rule(" | ".join(begun))
         more = ""
         if demand.parallel and writing.between is not None:
-            more = f"({rules.literal(writing.between)} {one})*"
+            others = (self._call(rules, tool, "", writing.between) for tool in demand.tools)
+            more = f"{rules.rule(' | '.join(others))}*"
         return f"{first} {more} {rules.literal(writing.end)}".strip()
 
     def _call(self, rules: Rules, tool: ToolShape, opened: str, gap: str = "") -> str:
@@ -197,19 +199,21 @@ class GrammarWriter:
         assert self._writing is not None
         written: list[str] = []
         first = parts[0]
-        lead = gap + (first.text if isinstance(first, Literally) else "")
-        rest = lead.removeprefix(opened) if opened else lead
+        before = gap + (first.text if isinstance(first, Literally) else "")
+        before = before.removeprefix(opened) if opened else before
         parts = parts[1:] if isinstance(first, Literally) else parts
-        for part in (Literally(rest), *parts):
+        for part in parts:
             if isinstance(part, Literally):
-                written.append(rules.literal(part.text))
-            elif part == "name":
-                written.append(quoted(tool.name))
-            elif part == "arguments":
-                written.append(spell(rules, self._writing.arguments, tool.parameters))
+                before += part.text
+                continue
+            if part == "arguments":
+                arguments = self._writing.arguments
+                written.append(spell(rules, arguments, tool.parameters, before=before))
             else:
-                written.append(_ID if part == "id" else _INDEX)
-        return " ".join(piece for piece in written if piece)
+                slot = quoted(tool.name) if part == "name" else _ID if part == "id" else _INDEX
+                written.append(f"{rules.literal(before)} {slot}")
+            before = ""
+        return " ".join([*written, rules.literal(before)]).strip()
 
 
 def _calls(demand: Demand) -> bool:

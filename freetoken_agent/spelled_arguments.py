@@ -8,6 +8,7 @@ python     city="Oslo", days=2, sunny=True                  the same
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .call_spelling import (
@@ -32,8 +33,19 @@ SPELLING: Mapping[str, Any] = {
 _MAX_REFERENCES = 16
 
 
-def spell(rules: Rules, arguments: Arguments, schema: Schema) -> str:
-    """What fits the slot of the arguments. Names that the schema does not have are not written."""
+def spell(rules: Rules, arguments: Arguments, schema: Schema, *, before: str = "") -> str:
+    """What fits the slot of the arguments, behind the literal `before`. Names that the schema does
+    not have are not written.
+
+    Literals that may stand in the same place must be whole lexemes: the lexer takes the longest,
+    so that a newline and then `<parameter=` could not come where `\n</function>` may, too.
+    """
+    if isinstance(arguments, TaggedArguments):
+        return _Tagged(rules, arguments, schema).parameters(before)
+    return f"{rules.literal(before)} {_slot(rules, arguments, schema)}"
+
+
+def _slot(rules: Rules, arguments: Arguments, schema: Schema) -> str:
     if isinstance(arguments, JsonArguments):
         closed = {"type": "object", "additionalProperties": False, **schema}
         separators = {
@@ -41,11 +53,19 @@ def spell(rules: Rules, arguments: Arguments, schema: Schema) -> str:
             "key_separator": arguments.key_separator,
         }
         return rules.value(closed, {**SPELLING, **separators})
-    if isinstance(arguments, TaggedArguments):
-        return _Tagged(rules, arguments, schema).parameters()
     if isinstance(arguments, PythonArguments):
         return _Python(rules, schema).keywords()
+    assert isinstance(arguments, QuotedArguments)
     return _Quoted(rules, arguments, schema).object(schema)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """How one is written as the first and as a later one."""
+
+    first: str
+    later: str
+    required: bool
 
 
 class _Spelling:
@@ -82,15 +102,15 @@ class _Spelling:
         bounded = least or most != ""
         return self._rules.until(close, rf"(.|\n){{{least},{most}}}" if bounded else ANY)
 
-    def _members(self, members: Sequence[tuple[str, bool]], between: str) -> str:
-        """Members (how one is written, whether it is required) in their order, at least one."""
+    def _members(self, members: Sequence[_Member]) -> str:
+        """Members in their order, at least one."""
         later = ""  # what may follow a member
         first = ""
-        for one, required in reversed(members):
-            begin = f"{one} {later}".strip()
-            first = begin if required or not first else f"{begin} | {first}"
-            follow = f"{between} {begin}".strip()
-            if not required:
+        for one in reversed(members):
+            begin = f"{one.first} {later}".strip()
+            first = begin if one.required or not first else f"{begin} | {first}"
+            follow = f"{one.later} {later}".strip()
+            if not one.required:
                 follow = f"{follow} | {later}" if later else f"({follow})?"
             later = self._rules.rule(follow)
         return self._rules.rule(first)
@@ -101,23 +121,27 @@ class _Tagged(_Spelling):
         super().__init__(rules, schema)
         self._tags = tags
 
-    def parameters(self) -> str:
-        """'' where the schema has none."""
+    def parameters(self, before: str) -> str:
+        """With the literal before them, also where the schema has none."""
         required = self._root.get("required", ())
         members = [
-            (self._parameter(name, schema), name in required)
+            _Member(
+                self._parameter(name, schema, before),
+                self._parameter(name, schema, self._tags.between),
+                name in required,
+            )
             for name, schema in self._root.get("properties", {}).items()
         ]
-        between = self._rules.literal(self._tags.between)
-        return self._members(members, between) if members else ""
+        return self._members(members) if members else self._rules.literal(before)
 
-    def _parameter(self, name: str, schema: Any) -> str:
+    def _parameter(self, name: str, schema: Any, before: str) -> str:
         rules, close = self._rules, self._tags.close
         schema = self._resolved(schema)
         values = _constants(schema)
         kind = _kind(schema, values)
         middle = self._tags.middles.get(kind, self._tags.middles["string"])
-        head = f"{rules.literal(self._tags.open)} {quoted(name)} {rules.literal(middle)}"
+        opened = rules.literal(before + self._tags.open)
+        head = f"{opened} {quoted(name)} {rules.literal(middle)}"
         if kind != "string":
             return rules.rule(f"{head} {self._json(schema)} {rules.literal(close)}")
         if values is None:
@@ -143,13 +167,13 @@ class _Literals(_Spelling):
     def _inside(self, schema: Schema, keys: Mapping[str, str]) -> str:
         """The members of an object; '' where it has none."""
         required = schema.get("required", ())
-        members = [
-            (f"{key} {self._value(schema['properties'][name])}", name in required)
-            for name, key in keys.items()
-        ]
+        members = []
+        for name, key in keys.items():
+            one = f"{key} {self._value(schema['properties'][name])}"
+            members.append(_Member(one, f"{quoted(self.comma)} {one}", name in required))
         if not members:
             return ""
-        inside = self._members(members, quoted(self.comma))
+        inside = self._members(members)
         return inside if any(name in required for name in keys) else f"{inside}?"
 
     def _value(self, schema: Any) -> str:
