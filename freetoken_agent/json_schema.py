@@ -89,7 +89,9 @@ class _Generator(GenerateJsonSchema):
 
 def schema_of(adapter: TypeAdapter[Any]) -> dict[str, Any]:
     """The schema of what a type accepts, in our order. pydantic's PydanticUserError where JSON has
-    no such type."""
+    no such type, PydanticUndefinedAnnotation where it names a type that there is not."""
+    if not adapter.pydantic_complete:
+        adapter.rebuild()
     return ordered(inlined(adapter.json_schema(schema_generator=_Generator)), generated=True)
 
 

@@ -8,6 +8,7 @@
 Only what ends a run passes through: a cancel, KeyboardInterrupt, SystemExit.
 """
 
+import asyncio
 import inspect
 import logging
 import time
@@ -143,16 +144,23 @@ async def _outcome(tool: AnyTool, call: ToolCall, context: RunContext[Any]) -> T
         positional, named = tool.reader.read(tool.name, call.arguments)
         if tool.takes_context:
             positional = [context, *positional]
+        text = ""
         with anyio.move_on_after(tool.timeout) as scope:
-            value = await _call(partial(tool.function, *positional, **named))
+            text = await _call(partial(tool.function, *positional, **named))
         if scope.cancelled_caught:
             late = f"{tool.name} did not end within {tool.timeout:g} s; it may have had effects."
             return ToolOutcome(call, late, "timeout")
-        return ToolOutcome(call, result_text(value))
+        return ToolOutcome(call, text)
     except ModelRetry as error:
         return _retried(call, context, error)
     except ToolFailed as error:
         return ToolOutcome(call, whole_text(str(error)), "failed", exception=error)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        _log.warning("tool %s waited for what was cancelled", tool.name, exc_info=error)
+        return ToolOutcome(call, "CancelledError: what it waited for was cancelled", "raised")
     except Exception as error:  # noqa: BLE001 - a user's tool may raise anything; the run goes on
         _log.warning("tool %s raised %s", tool.name, type(error).__name__, exc_info=error)
         return ToolOutcome(call, _named(error), "raised", exception=error)
@@ -174,13 +182,23 @@ def _retried(call: ToolCall, context: RunContext[Any], error: ModelRetry) -> Too
     return ToolOutcome(call, text, "exhausted", retry, exception=error)
 
 
-async def _call(function: "partial[Any]") -> Any:
+async def _call(function: "partial[Any]") -> str:
+    """The text of what it returns."""
     if _is_async(function.func):
-        return await function()
+        return result_text(await function())
     own = anyio.CapacityLimiter(1)  # no tool waits for a thread that another one holds
-    value = await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=own)
-    # A plain function may hand out a coroutine, as a lambda around an async one does.
-    return await value if inspect.isawaitable(value) else value
+    text = await anyio.to_thread.run_sync(
+        partial(_text_of, function), abandon_on_cancel=True, limiter=own
+    )
+    return text if isinstance(text, str) else result_text(await text)
+
+
+def _text_of(function: Callable[[], Any]) -> str | Awaitable[Any]:
+    """The text of what it returns, made in the same thread: a large value takes time, and an
+    iterator works only now. A plain function may hand out a coroutine, as a lambda around an async
+    one does."""
+    value = function()
+    return value if inspect.isawaitable(value) else result_text(value)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

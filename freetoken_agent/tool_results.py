@@ -2,7 +2,7 @@
 """What a tool returned, as text for the model: strings as they are, everything else as JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,9 +53,11 @@ class ResultLimit:
 
 def result_text(value: object) -> str:
     """InvalidToolResult for bytes, and for what JSON does not have. Not-a-number and infinities are
-    written as strings, halves of surrogate pairs as U+FFFD."""
+    written as strings, halves of surrogate pairs as U+FFFD. An iterator is read to its end."""
     if isinstance(value, str):
         return whole_text(value)
+    if isinstance(value, Iterator):
+        value = list(value)  # so that what it raises is not taken for a fault of the encoder
     try:
         text = to_json(value, inf_nan_mode="strings").decode()
     except PydanticSerializationError as error:

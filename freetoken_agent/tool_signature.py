@@ -187,7 +187,8 @@ def _hints(
         raise InvalidTool(
             f"a type hint of tool {tool!r} cannot be resolved",
             value=str(error),
-            remedy="import the type where the tool is defined, outside of TYPE_CHECKING",
+            remedy="import the type where the tool is defined, outside of TYPE_CHECKING; "
+            "for a type of an enclosing function, write @tool there",
         ) from error
 
 
@@ -197,6 +198,13 @@ def _is_context(hint: Any) -> bool:
     return hint is RunContext or get_origin(hint) is RunContext
 
 
+def _holds_context(hint: Any) -> bool:
+    """A context, or a type that is made of one."""
+    kind = get_origin(hint) or hint
+    is_one = isinstance(kind, type) and issubclass(kind, RunContext)
+    return is_one or any(map(_holds_context, get_args(hint)))
+
+
 def _parameter(
     tool: str, number: int, parameter: inspect.Parameter, hints: Mapping[str, Any]
 ) -> _Parameter:
@@ -204,13 +212,13 @@ def _parameter(
         raise InvalidTool(
             f"a parameter of tool {tool!r} has no type",
             value=parameter.name,
-            remedy="annotate it; Any takes every JSON value",
+            remedy="annotate it; RunContext takes what the run knows, Any every JSON value",
         )
-    if _is_context(hints[parameter.name]):
+    if _holds_context(hints[parameter.name]):
         raise InvalidTool(
             f"tool {tool!r} takes its RunContext in the wrong place",
             value=parameter.name,
-            remedy="make it the first parameter",
+            remedy="make it the first parameter, of type RunContext or RunContext[…] alone",
         )
     return _Parameter(parameter.name, f"p{number}", hints[parameter.name], parameter)
 
@@ -235,7 +243,10 @@ def _built(fields: Mapping[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
     model: type[BaseModel] = create_model(
         "arguments", __config__=ConfigDict(extra="forbid"), **fields
     )
-    return model, schema_of(TypeAdapter(model))
+    schema = schema_of(TypeAdapter(model))
+    if "properties" not in schema:
+        raise TypeError("Self stands for no type here")
+    return model, schema
 
 
 def _field(parameter: _Parameter, documentation: Documentation) -> tuple[Any, FieldInfo]:
@@ -273,14 +284,17 @@ def _culprit(
 ) -> InvalidTool:
     """The same error, with the name of the first parameter that causes it alone."""
     name, cause = "", error
+    remedy = "use JSON types, pydantic models, dataclasses, typing_extensions.TypedDict or enums"
     for parameter in parameters:
         try:
             _built({parameter.field: fields[parameter.field]})
         except NO_SCHEMA as alone:
             name, cause = parameter.name, alone
             break
+    if isinstance(cause, PydanticUndefinedAnnotation):
+        remedy = f"define {cause.name} before the tool, where pydantic finds it: in the same module"
     return InvalidTool(
         f"parameter {name!r} of tool {tool!r} has a type that no JSON schema can say",
         value=str(cause).split("\n", 1)[0],
-        remedy="use JSON types, pydantic models, dataclasses, typing_extensions.TypedDict or enums",
+        remedy=remedy,
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
-from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, Generic, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from .argument_problems import preview
 from .coercion import coerce
@@ -198,18 +198,28 @@ def _callable(function: Any) -> tuple[Callable[..., Any], bool]:
     if isinstance(function, staticmethod):
         return function.__func__, True
     if isinstance(function, type | classmethod) or not callable(function):
-        raise InvalidTool(
-            "a tool is a function",
-            value=function,
-            remedy="for a class method, write tool(Class.method) after the class",
-        )
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise InvalidTool("a tool is a function", value=function, remedy=_instead(function))
+    body = function if inspect.isroutine(_source(function)) else type(function).__call__
+    if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
         raise InvalidTool(
             "a tool returns one result, not a stream of them",
-            value=function.__name__,
+            value=getattr(function, "__name__", function),
             remedy="collect what you yield, and return it",
         )
     return function, False
+
+
+def _instead(thing: object) -> str:
+    """What to write instead of what is no function."""
+    if isinstance(thing, classmethod):
+        return "for a class method, write tool(Class.method) after the class"
+    if isinstance(thing, str):
+        return f"write @tool(name={thing!r}), or pass the function itself"
+    if hasattr(thing, "list_tools"):
+        return "pass it as one of toolsets="
+    if isinstance(thing, Mapping):
+        return "a schema needs a function: Tool.from_schema(name, parameters, function)"
+    return "pass a function, a method of an instance, or what @tool makes of one"
 
 
 def _source(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +243,8 @@ def _is_method(function: Callable[..., Any]) -> bool:
     is_inside = bool(scope) and not scope.endswith("<locals>")
     if not is_inside or first is None:
         return False
-    return first.name == "self" or first.annotation is inspect.Parameter.empty
+    own = (inspect.Parameter.empty, Self, "Self", scope.rpartition(".")[2])
+    return first.name == "self" or first.annotation in own
 
 
 def _checked_name(name: object, function: object = None) -> str:

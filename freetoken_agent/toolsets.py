@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tools of an agent, from its own list and from toolsets, under distinct names."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -91,16 +91,31 @@ class Toolbox:
 
 
 def known_tools(
-    tools: Iterable[ToolFunction], toolsets: Iterable[Toolset] = ()
+    tools: Sequence[ToolFunction], toolsets: Sequence[Toolset] = ()
 ) -> tuple[AnyTool, ...]:
     """What is known without asking a server; ToolNameTaken at construction of an agent."""
+    _check_list("tools", tools)
+    _check_list("toolsets", toolsets)
+    for toolset in toolsets:
+        if not isinstance(toolset, Toolset):
+            raise InvalidTool(
+                "this is no toolset",
+                value=toolset,
+                remedy="pass a ToolList, an MCPServer, or what has known_tools and list_tools(); "
+                "single tools go into tools=",
+            )
     known = [one for toolset in toolsets for one in toolset.known_tools or ()]
     return tuple(Toolbox([*map(as_tool, tools), *known]).tools)
 
 
 async def listed_tools(
-    tools: Iterable[ToolFunction], toolsets: Iterable[Toolset] = ()
+    tools: Sequence[ToolFunction], toolsets: Sequence[Toolset] = ()
 ) -> tuple[AnyTool, ...]:
     """Every tool, toolsets in their order; ToolNameTaken before any model call."""
     listed = [one for toolset in toolsets for one in await toolset.list_tools()]
     return tuple(Toolbox([*map(as_tool, tools), *listed]).tools)
+
+
+def _check_list(what: str, given: object) -> None:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise InvalidTool(f"{what} are a list", value=given, remedy=f"write {what}=[…]")
