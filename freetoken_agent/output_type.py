@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The type of an agent's answer: its schema for the model, and its value from the model's text."""
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,12 @@ class OutputType:
         """InvalidOutputType where JSON cannot hold the type."""
         if type is str:
             return cls(str)
+        if isinstance(type, list | tuple) or inspect.isroutine(type):
+            raise InvalidOutputType(
+                "this is no type for an answer",
+                value=type,
+                remedy="write a union, A | B, for one of several; call a function on result.output",
+            )
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(type)
             schema = schema_of(adapter)

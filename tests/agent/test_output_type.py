@@ -118,3 +118,12 @@ def test_a_type_that_json_cannot_hold_is_refused(kind: Any) -> None:
         OutputType.of(kind)
     assert caught.value.value is kind
     assert caught.value.code == "invalid_output_type" and caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", [[Place, Span], (Place, Span), lambda: 5, len], ids=str)
+def test_what_other_libraries_take_is_told_what_to_write(kind: Any) -> None:
+    """A list of types is no union here, and a function no type, though pydantic would take it for
+    the arguments of its call."""
+    with pytest.raises(InvalidOutputType, match=r"A \| B.*result\.output") as caught:
+        OutputType.of(kind)
+    assert caught.value.value is kind
