@@ -11,14 +11,14 @@ Calls are written as the template writes them (`call_writing`), with the name of
 arguments that fit its schema, and blanks only where the template has them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .call_spelling import Literally, Part
 from .call_writing import CallWriting
-from .lark import Rules, quoted
-from .markup import Gaps
+from .lark import BLANKS, Rules, quoted
+from .markup import Gaps, Markup
 from .spelled_arguments import SPELLING, spell
 from .tokenizer import Tokenizer
 
@@ -54,15 +54,26 @@ class Demand:
 class GrammarWriter:
     """Writes grammars for one template. Immutable."""
 
-    def __init__(self, tokenizer: Tokenizer, gaps: Gaps, writing: CallWriting | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, gaps: Gaps, markup: Markup, writing: CallWriting | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._gaps = gaps
         self._writing = writing
+        calls = [marker.core for marker in markup.text if marker.target == "call"]
+        others = [marker.core for marker in markup.start if marker.target != "text"]
+        self._never = self._plain(calls)
+        self._never_first = self._plain(core for core in others if core not in calls)
 
     @property
     def writes_calls(self) -> bool:
         """Whether it is known how the template writes calls."""
         return self._writing is not None
+
+    @property
+    def calls_after_text(self) -> bool:
+        """Whether the template has a place for calls behind a text."""
+        return self._writing is not None and self._writing.after_text is not None
 
     def lark(self, demand: Demand) -> str:
         """The grammar, in llguidance's Lark."""
@@ -73,26 +84,32 @@ class GrammarWriter:
         if demand.place == "thinking" and behind is not None:
             return rules.text(behind)
         at_start = self._at_start(rules, demand)
-        opener = self._thought_opener()
+        opener = self._written(self._gaps.to_thinking)
         if not (demand.thinks and opener and behind):
             return rules.text(at_start)
-        return rules.text(f"{at_start} | {rules.literal(opener)} {rules.rule(behind)}")
+        return rules.text(f"{at_start} | {rules.begin(opener)} {rules.rule(behind)}")
 
-    def _thought_opener(self) -> str:
-        """What the model writes itself to begin a thought."""
-        gap = self._gaps.to_thinking
-        if gap is None or not gap.startswith(self._gaps.opener):
-            return ""
-        return gap[len(self._gaps.opener) :]
+    def _plain(self, cores: Iterable[str]) -> tuple[str, ...]:
+        """Those that a text could hold: control tokens cannot stand in one anyway."""
+        return tuple(core for core in cores if self._tokenizer.split_frame(core) == [core])
+
+    def _written(self, gap: str | None) -> str:
+        """What of a gap behind the generation opener the model writes itself."""
+        opener = self._gaps.opener
+        return gap[len(opener) :] if gap is not None and gap.startswith(opener) else ""
+
+    def _closer(self) -> str:
+        """What ends a thought; '' where the template knows none."""
+        closer = self._gaps.thinking_to_text or self._gaps.thinking_to_call or ""
+        return closer if closer.strip() else ""
 
     def _thought(self, rules: Rules, demand: Demand) -> str | None:
         """The rest of a thought, and what follows it; None where the template knows no thoughts."""
-        to_text, writing = self._gaps.thinking_to_text, self._writing
-        closer = to_text or self._gaps.thinking_to_call
-        if closer is None or not closer.strip():
+        closer, writing = self._closer(), self._writing
+        core = closer.strip()
+        if not core:
             return None
         alternatives = []
-        core = closer.strip()
         if demand.choice != "required":
             answer = rules.rule(self._answer(rules, demand))
             alternatives.append(f"{rules.until(core)} {_blanks(closer)} {answer}")
@@ -100,28 +117,41 @@ class GrammarWriter:
             gap = writing.after_thought
             if gap is None or not gap.strip().startswith(core):
                 gap = (gap or closer) + ("" if gap else writing.at_start)
-            calls = self._calls(rules, demand)
-            begin = gap.lstrip()
-            if begin.startswith(core):
-                rest = rules.literal(begin[len(core) :].lstrip())
-                head = f"{rules.until(core)} {_blanks(begin[len(core) :])} {rest}"
+            gap = gap.lstrip()
+            if gap.startswith(core):
+                gap = gap[len(core) :]
+                begin = f"{rules.until(core)} {{}}"
+                entry = rules.begin(self._first(gap.lstrip()), blanks=gap != gap.lstrip())
+                head = begin.format(entry)
+                gap = gap.lstrip()
             else:
-                head = rules.until(begin)
-            alternatives.append(f"{head} {calls}")
+                head = rules.until(self._first(gap))
+            alternatives.append(f"{head} {self._calls(rules, demand, gap)}")
         return " | ".join(alternatives) or None
 
     def _at_start(self, rules: Rules, demand: Demand) -> str:
         writing = self._writing
         alternatives = []
         if demand.choice != "required":
-            alternatives.append(self._answer(rules, demand))
+            alternatives.append(self._answer_at_start(rules, demand))
         if writing is not None and _calls(demand):
-            calls = self._calls(rules, demand)
-            alternatives.append(f"{rules.literal(writing.at_start)} {calls}".strip())
+            begin = rules.begin(self._first(writing.at_start))
+            alternatives.append(f"{begin} {self._calls(rules, demand, writing.at_start)}")
         return " | ".join(alternatives)
 
+    def _answer_at_start(self, rules: Rules, demand: Demand) -> str:
+        """With what the model writes before an answer, unless that ends a thought: whether there
+        is one says the opener of this generation."""
+        answer, opener = self._answer(rules, demand), self._written(self._gaps.to_text)
+        closer, thought = self._closer().strip(), self._written(self._gaps.to_thinking).strip()
+        if not opener.strip() or (closer and closer in opener):
+            return answer
+        if thought and opener.strip().startswith(thought):
+            return answer
+        return f"{rules.begin(opener)} {rules.rule(answer)}"
+
     def _text_goes_on(self, rules: Rules, demand: Demand) -> str:
-        if demand.choice == "required" and self._writing is not None:
+        if demand.choice == "required" and self.calls_after_text:
             return self._text_then_calls(rules, demand)
         return self._answer(rules, demand)
 
@@ -129,80 +159,60 @@ class GrammarWriter:
         """A text, then perhaps calls; or a value."""
         if demand.schema is not None:
             return rules.value(demand.schema, SPELLING)
-        writing = self._writing
-        if writing is None:
-            return rules.without([])
-        if not _calls(demand):
-            return rules.without(self._call_openings())
-        if writing.after_text is None:
-            return rules.not_beginning(self._opening(writing.at_start))
-        plain = rules.without(self._call_openings())
-        return f"{plain} | {self._text_then_calls(rules, demand)}"
+        text = rules.rule(rules.content(self._never, self._never_first))
+        if not _calls(demand) or not self.calls_after_text:
+            return text
+        return f"{text} | {self._text_then_calls(rules, demand)}"
 
     def _text_then_calls(self, rules: Rules, demand: Demand) -> str:
         """A text and calls behind it: the text ends where the first call's marker begins."""
-        assert self._writing is not None
-        gap = (self._writing.after_text or "").lstrip()
-        first = self._opening(gap)
-        return f"{rules.until(first)} {self._calls(rules, demand, opened=first, gap=gap)}"
+        assert self._writing is not None and self._writing.after_text is not None
+        gap = self._writing.after_text.lstrip()
+        content = rules.content(self._never, self._never_first)
+        text = rules.until(self._first(gap), content)
+        return f"{text} {self._calls(rules, demand, gap)}"
 
-    def _call_openings(self) -> list[str]:
-        """Literals that no text may hold, as a call would begin there."""
-        writing = self._writing
-        if writing is None:
-            return []
-        places = [writing.at_start, writing.after_text]
-        return [self._opening(place) for place in places if place is not None]
-
-    def _opening(self, gap: str) -> str:
-        """The first marker of a call behind this gap: its first control token, or the plain text
-        up to the first slot."""
+    def _first(self, gap: str) -> str:
+        """With what a call behind this gap begins: its first control token, or its text up to the
+        first control token or slot. One lexeme, so that it can be told from a text."""
         assert self._writing is not None
         head = self._writing.unit[0]
-        literal = (gap + (head.text if isinstance(head, Literally) else "")).lstrip()
-        first = self._tokenizer.split_frame(literal)[0]
-        if isinstance(first, int):
-            return self._tokenizer.decode([first])
-        return first.rstrip() if len(first.rstrip()) < len(literal) else first
+        literal = gap + (head.text if isinstance(head, Literally) else "")
+        first = self._tokenizer.split_frame(literal)[:1]
+        return "".join(self._tokenizer.decode([p]) if isinstance(p, int) else p for p in first)
 
-    def _calls(self, rules: Rules, demand: Demand, *, opened: str = "", gap: str = "") -> str:
-        """One call or several, and the end of their section. `opened`: what of gap and first call
-        is written already."""
+    def _calls(self, rules: Rules, demand: Demand, gap: str) -> str:
+        """One call or several, and the end of their section; `_first(gap)` is written already."""
         writing = self._writing
         assert writing is not None
-        one = rules.rule(" | ".join(self._call(rules, tool, "") for tool in demand.tools))
-        first = one
-        if opened:
-            begun = [self._call(rules, tool, opened, gap) for tool in demand.tools]
-            first = rules.rule(" | ".join(begun))
+        opened = self._first(gap)
+        calls = [self._call(rules, tool, gap, opened) for tool in demand.tools]
         more = ""
         if demand.parallel and writing.between is not None:
-            others = (self._call(rules, tool, "", writing.between) for tool in demand.tools)
+            others = [self._call(rules, tool, writing.between, "") for tool in demand.tools]
             more = f"{rules.rule(' | '.join(others))}*"
-        return f"{first} {more} {rules.literal(writing.end)}".strip()
+        return f"{rules.rule(' | '.join(calls))} {more} {rules.literal(writing.end)}".strip()
 
-    def _call(self, rules: Rules, tool: ToolShape, opened: str, gap: str = "") -> str:
-        """A call of one tool, without what was `opened` of it."""
+    def _call(self, rules: Rules, tool: ToolShape, gap: str, opened: str) -> str:
+        """A call of one tool behind a gap, without what was `opened` of both."""
         writing = self._writing
         assert writing is not None
-        options = [self._unit(rules, writing.unit, tool, opened, gap)]
+        options = [self._unit(rules, writing.unit, tool, gap, opened)]
         if writing.bare != writing.unit and not tool.parameters.get("required"):
-            bare = self._unit(rules, writing.bare, tool, opened, gap)
+            bare = self._unit(rules, writing.bare, tool, gap, opened)
             if not tool.parameters.get("properties"):
                 return bare
             options.append(bare)
         return " | ".join(options)
 
     def _unit(
-        self, rules: Rules, parts: Sequence[Part], tool: ToolShape, opened: str, gap: str
+        self, rules: Rules, parts: Sequence[Part], tool: ToolShape, gap: str, opened: str
     ) -> str:
         assert self._writing is not None
         written: list[str] = []
-        first = parts[0]
-        before = gap + (first.text if isinstance(first, Literally) else "")
-        before = before.removeprefix(opened) if opened else before
-        parts = parts[1:] if isinstance(first, Literally) else parts
-        for part in parts:
+        before = gap + (parts[0].text if isinstance(parts[0], Literally) else "")
+        before = before.removeprefix(opened)
+        for part in parts[1:] if isinstance(parts[0], Literally) else parts:
             if isinstance(part, Literally):
                 before += part.text
                 continue
@@ -222,4 +232,4 @@ def _calls(demand: Demand) -> bool:
 
 def _blanks(closer: str) -> str:
     """Blanks that may follow a marker."""
-    return "/[ \\n]{0,3}/" if closer[len(closer.rstrip()) :] else ""
+    return BLANKS if closer != closer.rstrip() else ""

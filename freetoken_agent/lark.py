@@ -12,6 +12,11 @@ from typing import Any
 from .tokenizer import Tokenizer
 
 ANY = r"(.|\n)*"
+BLANKS = r"/[ \n]{0,3}/"
+# What Python strips: parsers look behind it for what a turn begins with.
+_SPACE = (
+    r"[\t-\r\x1c-\x20\x85\xa0\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}]"
+)
 
 
 class Rules:
@@ -41,30 +46,34 @@ class Rules:
 
     def literal(self, text: str) -> str:
         """A template's own text; '' for none."""
-        parts = self._tokenizer.split_frame(text)
-        return " ".join(f"<[{p}]>" if isinstance(p, int) else quoted(p) for p in parts)
+        return self._spelled(self._tokenizer.split_frame(text))
 
-    def until(self, text: str, pattern: str = ANY) -> str:
-        """Content that ends where `text` first begins, and that text."""
+    def begin(self, text: str, *, blanks: bool = False) -> str:
+        """A literal that wins over a content in the same place, as soon as it is there: one lexeme
+        up to its first control token. `blanks`: some may precede it."""
         parts = self._tokenizer.split_frame(text)
+        if not parts or isinstance(parts[0], int):
+            return f"{BLANKS if blanks else ''} {self.literal(text)}".strip()
+        lead = BLANKS.strip("/") if blanks else ""
+        first = self.rule(f"/{lead}{_escaped(parts[0])}/", options="[lazy]")
+        return f"{first} {self._spelled(parts[1:])}".rstrip()
+
+    def until(self, text: str, content: str = "") -> str:
+        """Content that ends where `text` first begins, and that text. `content`: its terminal; any
+        text by default."""
+        parts = self._tokenizer.split_frame(text)
+        content = content or self.terminal(f"/{ANY}/")
         if isinstance(parts[0], int):
-            content = self.rule(self.terminal(f"/{pattern}/"))
-            return f"{content} {self.literal(text)}"
-        name = self.rule(f"/{pattern}/", options=f"[suffix={quoted(parts[0])}]")
-        rest = " ".join(f"<[{p}]>" if isinstance(p, int) else quoted(p) for p in parts[1:])
-        return f"{name} {rest}".rstrip()
+            return f"{self.rule(content)} {self.literal(text)}"
+        name = self.rule(content, options=f"[suffix={quoted(parts[0])}]")
+        return f"{name} {self._spelled(parts[1:])}".rstrip()
 
-    def without(self, texts: Sequence[str]) -> str:
-        """Content in which none of these begins. Control tokens cannot stand in it anyway."""
-        plain = [text for text in map(self._leading, texts) if text]
-        barred = "".join(f" & ~/{ANY}{_escaped(text)}{ANY}/" for text in dict.fromkeys(plain))
-        return self.rule(self.terminal(f"/{ANY}/{barred}"))
-
-    def not_beginning(self, text: str) -> str:
-        """Content that does not begin with this text."""
-        plain = self._leading(text)
-        barred = f" & ~/{_escaped(plain)}{ANY}/" if plain else ""
-        return self.rule(self.terminal(f"/{ANY}/{barred}"))
+    def content(self, never: Sequence[str], never_first: Sequence[str]) -> str:
+        """A terminal: text in which the former do not occur, and that does not begin with the
+        latter, blanks aside. Control tokens cannot stand in it anyway."""
+        barred = [f"{ANY}{_escaped(text)}{ANY}" for text in never]
+        barred += [f"{_SPACE}*{_escaped(text)}{ANY}" for text in never_first]
+        return self.terminal(" & ".join([f"/{ANY}/", *(f"~/{pattern}/" for pattern in barred)]))
 
     def value(self, schema: Mapping[str, Any] | bool, spelling: Mapping[str, Any]) -> str:
         """A JSON value. `spelling`: llguidance's options, such as separators."""
@@ -76,10 +85,9 @@ class Rules:
         """The grammar that begins with this body."""
         return "\n".join([f"start: {start}", *self._lines, ""])
 
-    def _leading(self, text: str) -> str:
-        """The plain text with which a literal begins."""
-        first = self._tokenizer.split_frame(text)[:1]
-        return first[0] if first and isinstance(first[0], str) else ""
+    @staticmethod
+    def _spelled(parts: Sequence[str | int]) -> str:
+        return " ".join(f"<[{p}]>" if isinstance(p, int) else quoted(p) for p in parts)
 
     def _named(self, prefix: str, definition: str) -> str:
         known = self._names.get(prefix + definition)

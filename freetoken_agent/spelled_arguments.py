@@ -100,7 +100,8 @@ class _Spelling:
         """A string as it is, and the literal that ends it."""
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         bounded = least or most != ""
-        return self._rules.until(close, rf"(.|\n){{{least},{most}}}" if bounded else ANY)
+        pattern = rf"(.|\n){{{least},{most}}}" if bounded else ANY
+        return self._rules.until(close, self._rules.terminal(f"/{pattern}/"))
 
     def _members(self, members: Sequence[_Member]) -> str:
         """Members in their order, at least one."""

@@ -116,7 +116,7 @@ class ChatFormat:
         """Grammars of what a model may write; learned when it is first asked for."""
         gaps = find_gaps(self._grammar)
         writing = learn_call_writing(self._grammar, self._markup, gaps)
-        return GrammarWriter(self._tokenizer, gaps, writing)
+        return GrammarWriter(self._tokenizer, gaps, self._markup, writing)
 
     @property
     def closers(self) -> frozenset[int]:
