@@ -24,9 +24,11 @@ from .scheduler import Candidate, Scheduler
 from .state.anchors import Rank
 from .state.digest import Ids, as_ids
 from .state.keeper import StateKeeper
+from .state.prefix import shared_rows
 from .task import Moment, Task
 
 _log = logging.getLogger(__name__)
+SHARED_ROWS = 64  # so many rows must be in work for another request to wait for them
 RESERVED_TOKENS = 512  # output rows that get room at the start; more is made while decoding
 
 
@@ -97,17 +99,36 @@ class Worker:
     # -- starting
 
     def _start_waiting(self) -> None:
-        while self._waiting:
-            task = self._waiting[0]
+        for task in list(self._waiting):
+            if self._is_in_work(task):
+                continue
             try:
                 started = self._start(task)
             except BaseException as error:  # noqa: BLE001 - the thread's edge: it must survive
-                self._waiting.popleft()
+                self._waiting.remove(task)
                 self._fail(task, error)
                 continue
             if not started:
                 return
-            self._waiting.popleft()
+            self._waiting.remove(task)
+
+    def _is_in_work(self, task: Task) -> bool:
+        """Whether a prompt in progress is about to forward a part of this one, which then need not
+        be forwarded twice: the task waits until it is there."""
+        if task.request.cold:
+            return False
+        known = task.stream.plan.reused_tokens
+        for other in self._tasks:
+            if not other.missing or other.request.cold:
+                continue
+            ids = other.request.ids
+            shared = shared_rows(ids, task.request.ids)
+            if self._anchor_interval is not None:
+                anchors = (*other.request.anchors, len(ids))
+                shared = max((p for p in anchors if p <= shared), default=0)
+            if other.running.sequence.length < shared and known + SHARED_ROWS <= shared:
+                return True
+        return False
 
     def _start(self, task: Task) -> bool:
         """Restore what can be reused. False if the task must wait for others to finish."""
