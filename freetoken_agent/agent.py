@@ -91,13 +91,15 @@ class Hooks:
     Reply)`. `before_tool(ctx, ToolCall)` may raise ModelRetry or ToolFailed, and the call has that
     result. `after_tool(ctx, ToolCall, ToolOutcome) -> str | ToolOutcome | None`: what it returns
     becomes the live version of the result, the original its earlier version, never forwarded.
-    `on_edit(ctx, Edit)`: the run edited its context.
+    `before_edit(ctx, Proposal) -> bool | None`: False leaves the edit of a context rule out, this
+    time. `on_edit(ctx, Edit)`: the run edited its context.
     """
 
     before_model: Hook | None = None
     after_model: Hook | None = None
     before_tool: Hook | None = None
     after_tool: Hook | None = None
+    before_edit: Hook | None = None
     on_edit: Hook | None = None
 
 

@@ -8,6 +8,8 @@ from .constraint import UnsupportedSchema, check_schema
 from .context_rules import ContextRule
 from .errors import InvalidAgent
 from .generate_options import GenerateOptions
+from .model import InvalidSampling
+from .toolsets import Toolbox
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -47,6 +49,21 @@ def check_agent(agent: "Agent[Any, Any]") -> None:
     schema = agent.output.schema
     if schema is not None:
         _check("the output type", schema)
+
+
+def check_choice(choice: str, toolbox: Toolbox) -> None:
+    """InvalidSampling unless the run can do what its `tool_choice` says."""
+    names = toolbox.names
+    if choice in ("auto", "none") or choice in names or (choice == "required" and names):
+        return
+    raise InvalidSampling(
+        "a call is required, but no tool may be called"
+        if choice == "required"
+        else "the run may not call this tool",
+        value=choice,
+        limit=", ".join(names) or "no tools",
+        remedy="add it to the agent's tools, allow it, or name another one",
+    )
 
 
 def _check_sampling(sampling: Mapping[str, Any]) -> None:

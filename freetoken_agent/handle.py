@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 
 class BusyBranches:
-    """Branches that a generation of this process is writing. Thread-safe."""
+    """Branches that a generation or an agent's run of this process is writing. A run lets edits
+    through, and keeps other runs out. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._busy: set[tuple[str, str]] = set()
+        self._runs: set[tuple[str, str]] = set()
 
     def enter(self, session: str, branch: str) -> None:
         """SessionBusy if it is being written already."""
@@ -45,6 +47,20 @@ class BusyBranches:
     def leave(self, session: str, branch: str) -> None:
         with self._lock:
             self._busy.discard((session, branch))
+
+    def enter_run(self, session: str, branch: str) -> None:
+        """SessionBusy if another run is on it."""
+        with self._lock:
+            if (session, branch) in self._runs:
+                raise SessionBusy(
+                    f"another run is on branch {branch!r} of session {session!r}",
+                    remedy="wait for its end, leave it, or fork()",
+                )
+            self._runs.add((session, branch))
+
+    def leave_run(self, session: str, branch: str) -> None:
+        with self._lock:
+            self._runs.discard((session, branch))
 
     def check(self, session: str, branch: str | None = None) -> None:
         """SessionBusy if the branch, or any of the session's, is being written."""

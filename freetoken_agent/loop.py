@@ -13,9 +13,8 @@ The stream is pulled: nothing runs ahead of its reader, except tools and the mod
 What has been reported is durable.
 """
 
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from . import events
 from .agent import Agent, Decision, Result, StepRequest
+from .agent_checks import check_choice
 from .blocking import in_thread
 from .errors import (
     InvalidOutput,
@@ -37,6 +37,7 @@ from .generation import Generation
 from .hooks import call_hook
 from .model_step import ModelStep
 from .run_context import RunContext
+from .run_limits import LimitWatch, Reached
 from .run_rules import RuleStage
 from .run_tools import ToolStage
 from .segments import Content, Reply, Segment, Usage, as_text
@@ -76,13 +77,13 @@ class Run(Generic[Output]):
         self._events: AsyncGenerator[RunEvent, None] | None = None
         self._generation: Generation | None = None
         self._trace = RunTrace(agent.name, content=agent.trace_content)
-        self._rules = RuleStage(agent, self._add_usage)
+        self._rules = RuleStage(agent, self._trace, self._add_usage)
         self._stage: ToolStage | None = None
+        self._alone = ExitStack()  # keeps other runs off the branch
         self._cancelled: CancelMode | None = None
         self._result: Result[Output] | None = None
         self._usage = _NOTHING
         self._steps = 0
-        self._tool_calls = 0
         self._retries: dict[str, int] = {}
         self._output_retries = 0
 
@@ -128,13 +129,13 @@ class Run(Generic[Output]):
 
     async def _drive(self) -> AsyncGenerator[RunEvent, None]:
         content = self._options.content
-        with self._trace.run(None if content is None else as_text(content)):
+        with self._trace.run(None if content is None else as_text(content)), self._alone:
             async with aclosing(self._go()) as run:
                 async for event in run:
                     yield event
 
     async def _go(self) -> AsyncGenerator[RunEvent, None]:
-        self._started_s = time.monotonic()
+        self._limits = LimitWatch(self._agent.limits)
         await self._open()
         async with aclosing(self._begin()) as begun:
             async for event in begun:
@@ -155,12 +156,14 @@ class Run(Generic[Output]):
         tools = await listed_tools(agent.tools, agent.toolsets)
         allowed = None if options.allowed_tools is None else frozenset(options.allowed_tools)
         self._toolbox = Toolbox(tools, agent.result_limit, allowed)
+        check_choice(options.tool_choice, self._toolbox)
         if options.session is not None:
             self._session = options.session
         else:
             self._session = await in_thread(partial(session_in_memory, agent.name, agent.model))
         self._trace.opened(self._session)
         self._writer = self._session.begin_run(f"run {agent.name}")
+        self._alone.enter_context(self._writer.alone())
         self._before = {segment.id for segment in self._session.path()}
         self._finish: RunFinishReason | None = None
         self._choice = options.tool_choice
@@ -193,6 +196,7 @@ class Run(Generic[Output]):
                 remedy="use prompt_policy='replace' or 'keep', or another session",
             )
         if self._before:
+            self._trace.edited("preamble", edit)
             await call_hook(agent.hooks.on_edit, self._context(), edit)
             yield events.ContextEdited(**self._place(), reason="preamble", edit=edit)
 
@@ -214,6 +218,8 @@ class Run(Generic[Output]):
                 async for event in generated:
                     yield event
             calls = self._writer.open_calls()
+            if calls and self._cancelled == "immediate" and self._finish is None:
+                self._finish = "cancelled"
         if calls and self._finish is None:
             async with aclosing(self._tool_calls_of(calls)) as ran:
                 async for event in ran:
@@ -258,7 +264,7 @@ class Run(Generic[Output]):
 
     async def _request(self) -> StepRequest:
         """What the next model call is asked. RunLimit."""
-        self._check_limits()
+        self._reach(self._limits.before_step(self._steps, self._usage.output_tokens))
         allowed = self._options.allowed_tools
         request = StepRequest(
             tool_choice="none" if self._last_answer and self._toolbox.tools else self._choice,
@@ -281,33 +287,14 @@ class Run(Generic[Output]):
             options["output_schema"] = self._agent.output.schema
         return options
 
-    def _check_limits(self) -> None:
-        limits = self._agent.limits
-        reached: tuple[str, float] | None = None
-        elapsed_s = time.monotonic() - self._started_s
-        if limits.max_steps is not None and self._steps >= limits.max_steps:
-            reached = "max_steps", limits.max_steps
-        elif limits.output_tokens and self._usage.output_tokens >= limits.output_tokens:
-            reached = "output_tokens", limits.output_tokens
-        elif limits.timeout_s is not None and elapsed_s >= limits.timeout_s:
-            reached = "timeout_s", limits.timeout_s
-        if reached is not None:
-            self._reach(*reached)
-
-    def _reach(self, name: str, limit: float) -> None:
-        """RunLimit, unless the model may still answer without tools."""
+    def _reach(self, reached: Reached | None) -> None:
+        """RunLimit, unless nothing was reached or the model may still answer without tools."""
+        if reached is None:
+            return
         if self._agent.limits.on_limit == "raise" or self._last_answer:
             result = self._ended("limit", None)
-            raise RunLimit(f"the run reached {name}", result=result, value=limit)
+            raise RunLimit(f"the run reached {reached.name}", result=result, value=reached.limit)
         self._last_answer = True
-
-    def _too_many(self, calls: int) -> bool:
-        """Whether the step's calls are beyond what the run may make: then none of them runs."""
-        most = self._agent.limits.max_tool_calls
-        if most is None or self._tool_calls + calls <= most:
-            return False
-        self._reach("max_tool_calls", most)
-        return True
 
     async def _take_reply(self, reply: Reply) -> None:
         """Whether the run ends with this reply, and how."""
@@ -353,7 +340,8 @@ class Run(Generic[Output]):
         )
         of_earlier_run = self._steps == 0
         decisions = self._options.decisions if of_earlier_run else None
-        if self._too_many(len(calls)):
+        self._reach(self._limits.before_calls(len(calls)))
+        if self._last_answer:  # nothing may run any more
             stage.refuse()
         pending = await stage.decide(decisions or {})
         for call in pending:
@@ -362,13 +350,15 @@ class Run(Generic[Output]):
             self._finish = "pending"
             return
         self._stage = stage
+        if self._cancelled == "immediate":
+            stage.cancel()
         try:
             async with aclosing(stage.run(self._place(), self._retries, self._trace)) as ran:
                 async for event in ran:
                     yield event
         finally:
             self._stage = None
-        self._tool_calls += len(calls)
+        self._limits.count_calls(len(calls))
         self._retries = stage.retries
         if stage.cancelled:
             self._finish = "cancelled"

@@ -3,6 +3,7 @@
 undo step."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,17 +15,23 @@ from .context_rules import ContextRule, Proposal, Written
 from .hooks import call_hook
 from .run_context import RunContext
 from .run_writer import RunWriter
-from .segments import Usage
+from .segments import Edit, Usage
+from .tracing import RunTrace
 
 if TYPE_CHECKING:
     from .session import Session
+
+_log = logging.getLogger(__name__)
 
 
 class RuleStage:
     """`run` before each model call; `on_usage` hears of the model calls that rules made."""
 
-    def __init__(self, agent: Agent[Any, Any], on_usage: Callable[[Usage], None]) -> None:
+    def __init__(
+        self, agent: Agent[Any, Any], trace: RunTrace, on_usage: Callable[[Usage], None]
+    ) -> None:
         self._agent = agent
+        self._trace = trace
         self._on_usage = on_usage
         self._task: asyncio.Task[Written] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -50,13 +57,18 @@ class RuleStage:
             proposal = await in_thread(partial(rule.propose, session, thinking=thinking))
             if proposal is None or not proposal.due:
                 continue
-            written = await self._written(rule, session, proposal)
-            if self._cancelled:
-                return
-            if not written.changes:
+            if await call_hook(self._agent.hooks.before_edit, context, proposal) is False:
                 continue
-            changes = written.changes
-            edit = await in_thread(partial(writer.apply_changes, changes, thinking=thinking))
+            with self._trace.edit(rule.name) as made:
+                written = await self._written(rule, session, proposal)
+                if self._cancelled:
+                    return
+                if not written.changes:
+                    continue
+                change = partial(writer.apply_changes, written.changes, thinking=thinking)
+                edit = await in_thread(change)
+                made(edit)
+            _log.info("the context was edited by %s: %s", rule.name, _summary(proposal, edit))
             await call_hook(self._agent.hooks.on_edit, context, edit)
             yield events.ContextEdited(**place, reason=rule.name, edit=edit)
 
@@ -64,7 +76,13 @@ class RuleStage:
         """In a task of its own, which `cancel` ends."""
 
         async def write() -> Written:
-            return await rule.write(session, proposal.changes)
+            if proposal.writing is None:
+                return await rule.write(session, proposal.changes)
+            with self._trace.rule_call() as used:
+                written = await rule.write(session, proposal.changes)
+                if written.usage is not None:
+                    used(written.usage)
+            return written
 
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(write())
@@ -79,3 +97,8 @@ class RuleStage:
         if written.usage is not None:
             self._on_usage(written.usage)
         return written
+
+
+def _summary(proposal: Proposal, edit: Edit) -> str:
+    saved = proposal.before.input_tokens - edit.plan.input_tokens
+    return f"{saved} tokens shorter, {edit.plan.prefill_tokens} to prefill"

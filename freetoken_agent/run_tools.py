@@ -113,6 +113,8 @@ class ToolStage:
         self._place, self.retries, self._trace = place, dict(retries), trace
         news: asyncio.Queue[tuple[Segment, ToolOutcome] | None] = asyncio.Queue()
         waiting = await self._waiting()
+        if self.cancelled:
+            return
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run_all(waiting, retries, news))
         warm = asyncio.create_task(self._warm()) if waiting else None
@@ -173,9 +175,13 @@ class ToolStage:
         async def finished(outcome: ToolOutcome) -> None:
             call = segments[id(outcome.call)]
             self._trace.tool_ended(outcome)
-            outcome, live = await self._seen_by_hook(outcome)
-            mark = CallMark(call.id, "finished", outcome.text, outcome.is_error, live)
-            await in_thread(partial(self._writer.mark, mark))
+            plain = outcome
+            live: str | None = None
+            try:
+                outcome, live = await self._seen_by_hook(plain)
+            finally:  # a hook that raises ends the run, but the tool has worked
+                mark = CallMark(call.id, "finished", outcome.text, outcome.is_error, live)
+                await in_thread(partial(self._writer.mark, mark))
             if live is not None:
                 self._live[call.id] = live
             self._done[call.id] = outcome

@@ -9,7 +9,8 @@ lost.
 What was marked survives a kill, and edits of other segments; `rewind`, `undo` and `redo` forget it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from . import edits, lookups, pairing, views
@@ -30,6 +31,16 @@ class RunWriter:
     def __init__(self, handle: Handle, label: str) -> None:
         self._handle = handle
         self.group = StepGroup(label)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other runs off the branch. SessionBusy if there is one. Edits stay possible."""
+        context, branch = self._handle.context, self._handle.branch.name
+        context.busy.enter_run(context.name, branch)
+        try:
+            yield
+        finally:
+            context.busy.leave_run(context.name, branch)
 
     def open_calls(self) -> list[Segment]:
         """The calls at the head that have no result, in order."""

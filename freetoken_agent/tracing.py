@@ -4,6 +4,8 @@
     invoke_agent NAME            a run; its usage, summed
       chat MODEL                 a model call; tokens, and how many were reused
       execute_tool NAME          a tool
+      edit_context REASON        an edit by a context rule, or of the preamble; what it comes to
+        chat MODEL               the model call that a rule made for it
 
 Only the API is used: without an SDK nothing is recorded. Names are constants here, because the
 package that lists them deprecates them.
@@ -18,7 +20,7 @@ from opentelemetry import context, trace
 from opentelemetry.trace import Span, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
-from .segments import Reply, Usage
+from .segments import Edit, Reply, Usage
 from .tool_calls import ToolCall, ToolOutcome
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ STEP = "freetoken.step"
 REUSED_TOKENS = "freetoken.usage.reused_tokens"
 PREFILL_TOKENS = "freetoken.usage.prefill_tokens"
 TOOL_STATUS = "freetoken.tool.status"
+EDIT_REASON = "freetoken.edit.reason"
+EDIT_ADDED = "freetoken.edit.added_segments"
+EDIT_REMOVED = "freetoken.edit.removed_segments"
+EDIT_INPUT_TOKENS = "freetoken.edit.input_tokens"
+EDIT_PREFILL_TOKENS = "freetoken.edit.prefill_tokens"
 
 _PROVIDER = "freetoken"
 
@@ -100,6 +107,38 @@ class RunTrace:
 
         with _ending(span):
             yield replied
+
+    @contextmanager
+    def edit(self, reason: str) -> Iterator[Callable[[Edit], None]]:
+        """An edit that the run makes; what it yields is told of it, if something changed."""
+        span = self._begin(f"edit_context {reason}")
+        self._set(span, {EDIT_REASON: reason, **self._session})
+
+        def made(edit: Edit) -> None:
+            counts = {EDIT_ADDED: len(edit.added), EDIT_REMOVED: len(edit.removed)}
+            plan = edit.plan
+            prices = {
+                EDIT_INPUT_TOKENS: plan.input_tokens,
+                EDIT_PREFILL_TOKENS: plan.prefill_tokens,
+            }
+            self._set(span, {**counts, **prices})
+
+        with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+            with _ending(span):
+                yield made
+
+    def edited(self, reason: str, edit: Edit) -> None:
+        """An edit that has been made."""
+        with self.edit(reason) as made:
+            made(edit)
+
+    @contextmanager
+    def rule_call(self) -> Iterator[Callable[[Usage], None]]:
+        """A model call for the edit that is being made; what it yields is told its usage."""
+        span = self._tracer.start_span(f"chat {self._session[REQUEST_MODEL]!s}")
+        self._set(span, {OPERATION: "chat", **self._session})
+        with _ending(span):
+            yield lambda usage: self._set(span, _tokens(usage))
 
     async def tool_started(self, call: ToolCall) -> None:
         """To be awaited in the task in which the tool will run."""

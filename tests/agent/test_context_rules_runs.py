@@ -26,7 +26,7 @@ from freetoken_agent import (
     Store,
     Summarise,
 )
-from freetoken_agent.context_rules import CLEARED
+from freetoken_agent.context_rules import CLEARED, Proposal
 from freetoken_agent.summaries import PROMPT
 from freetoken_agent.testing import Call, Request, ScriptedModel, Step, Think
 from freetoken_agent.tools import tool
@@ -120,6 +120,30 @@ async def test_a_rule_in_a_run_reports_its_edit_and_its_price(thinking: bool | N
         assert results == [True, True, True, False]
         session.undo()
         assert session.ids() == []
+
+
+async def test_a_hook_may_leave_an_edit_out() -> None:
+    """Oracle: the proposals that it saw, and the edits that were made of the others."""
+    seen: list[Proposal] = []
+
+    def before_edit(context: RunContext[Any], proposal: Proposal) -> bool | None:
+        seen.append(proposal)
+        return False if context.step == 2 else None
+
+    script = [Call("read", {"size": 300}) for _ in range(3)]
+    made = Agent(
+        model_of(*script, "done"),
+        tools=[read],
+        hooks=Hooks(before_edit=before_edit),
+        context_rules=[ClearToolResults(trigger=0, keep=1)],
+    )
+    with Store(":memory:") as store:
+        session = new_session(store, made)
+        run = await watched(made, session)
+        assert [event.step for event in run.edits] == [3] and len(seen) == 2
+        assert [len(proposal.changes) for proposal in seen] == [1, 2]
+        results = [r.content == CLEARED for r in session.find(kind="tool_result")]
+        assert results == [True, True, False]
 
 
 @pytest.mark.parametrize("limit", [None, 2000])

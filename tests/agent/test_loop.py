@@ -181,7 +181,7 @@ async def test_a_limit_raises_with_what_there_is() -> None:
 
 
 async def test_a_limit_may_ask_for_an_answer_without_tools() -> None:
-    """Oracle: the request of the extra call, and the ids of the run without it."""
+    """Oracle: the script. What it asks, and its ids: test_loop_limits.py."""
     model = ScriptedModel([ADD, ADD, "So it is 3."])
     made = Agent(model, tools=TOOLS, limits=Limits(max_steps=2, on_limit="answer"))
     result = await made.run("go")

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from freetoken_agent import Agent, Limits, RunLimit, Store, tracing
+from freetoken_agent import Agent, Limits, RunLimit, Store, Summarise, tracing
 from freetoken_agent.testing import Call, ScriptedModel
 from freetoken_agent.tools import AnyTool, tool
 
@@ -159,6 +159,49 @@ async def test_content_is_there_when_asked_for(spans: Spans) -> None:
     added = values(named(seen, "execute_tool add"))
     assert json.loads(str(added["gen_ai.tool.call.arguments"])) == {"a": 1, "b": 2}
     assert added["gen_ai.tool.call.result"] == "3"
+
+
+async def test_edits_of_rules_are_spans_with_the_model_call_they_took(
+    spans: Spans, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracles: the events of the run, and the request that the model got for the summary."""
+    model = ScriptedModel(["long " * 200, "short", "second"])
+    made = Agent(model, context_rules=[Summarise(trigger=600, max_tokens=60)])
+    result = await made.run("go")
+    caplog.set_level("INFO", "freetoken_agent")
+    async with made.run_stream("next", session=result.session) as run:
+        [edit] = [event.edit async for event in run if event.type == "context_edited"]
+    seen = spans()
+    edited = named(seen, "edit_context summarise")
+    assert parent(edited) == [s for s in seen if s.name == "invoke_agent agent"][-1].context.span_id
+    assert values(edited) == {
+        "gen_ai.provider.name": "freetoken",
+        "gen_ai.conversation.id": result.session.name,
+        "gen_ai.request.model": "scripted",
+        "freetoken.branch": "main",
+        "freetoken.edit.reason": "summarise",
+        "freetoken.edit.added_segments": len(edit.added),
+        "freetoken.edit.removed_segments": len(edit.removed),
+        "freetoken.edit.input_tokens": edit.plan.input_tokens,
+        "freetoken.edit.prefill_tokens": edit.plan.prefill_tokens,
+    }
+    [wrote] = [span for span in seen if parent(span) == edited.context.span_id]
+    assert wrote.name == "chat scripted"
+    assert values(wrote)["gen_ai.usage.input_tokens"] == len(model.requests[1].ids)
+    assert values(wrote)["gen_ai.usage.output_tokens"] == len("short") + 1
+    assert "edited by summarise" in caplog.text and str(edit.plan.prefill_tokens) in caplog.text
+
+
+async def test_a_preamble_that_was_replaced_is_a_span(spans: Spans, memory_store: Store) -> None:
+    """Oracle: the edit. A preamble that is new, or the same, is none."""
+    model = ScriptedModel(["a", "b", "c"])
+    made = Agent(model, instructions="One.")
+    session = memory_store.create("s", model)
+    for instructions in ("One.", "One.", "Two."):
+        await made.replace(instructions=instructions).run("go", session=session)
+    [edited] = [span for span in spans() if span.name.startswith("edit_context")]
+    assert edited.name == "edit_context preamble"
+    assert values(edited)["freetoken.edit.removed_segments"] == 1
 
 
 async def test_a_run_that_is_left_ends_its_spans(spans: Spans, memory_store: Store) -> None:
