@@ -116,7 +116,7 @@ class Tool(Generic[P, R]):
     ) -> "Tool[[dict[str, Any]], Any]":
         """A tool whose schema comes from elsewhere. `function` gets the arguments as one dict:
         coerced, known at the top level and complete there; deeper faults are its own to find."""
-        chosen = _checked_options(settings)
+        chosen = checked_options(settings)
         try:
             schema = ordered(plain(parameters))
         except InvalidEdit as error:
@@ -154,7 +154,7 @@ def tool(function: Callable[..., Any] | None = None, /, **options: Unpack[ToolOp
     is given by the run. Plain functions run in a thread, async ones in the event loop. InvalidTool
     says what cannot be called by a model.
     """
-    chosen = _checked_options(options)
+    chosen = checked_options(options)
     if function is not None:
         return _make(function, chosen, sys._getframe(1).f_locals)
 
@@ -258,7 +258,8 @@ def _checked_name(name: object, function: object = None) -> str:
     )
 
 
-def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy. InvalidTool for an option that there is not, or a value that it cannot have."""
     for key, value in options.items():
         if key not in _LIMITS:
             known = ", ".join(_LIMITS)
