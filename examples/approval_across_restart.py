@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that needs approval is asked for in one process and granted in another."""
+"""A call that needs approval is asked for in one process, which is killed, and granted in another.
+
+python approval_across_restart.py ask        ends as if the power had failed
+python approval_across_restart.py approve    perhaps days later
+"""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 
 from freetoken_agent import Agent, Store, tool
 from freetoken_agent.testing import Call, ScriptedModel
@@ -13,31 +21,40 @@ def send_mail(to: str, text: str) -> str:
     return f"sent to {to}"
 
 
+# Each process brings the model: LocalModel.load("smollm2") in the place of the scripts below.
 clerk = Agent(name="clerk", instructions="You write mails.", tools=[send_mail])
-MAIL = Call("send_mail", {"to": "ann@example.org", "text": "The report is ready."})
 
 
 def ask() -> None:
-    """What the first process does: it may end, or be killed, at any time after this."""
-    model = ScriptedModel([MAIL])  # a scripted model in the place of LocalModel.load("smollm2")
+    """The run ends where a person must decide. All of it is on disk by then."""
+    mail = Call("send_mail", {"to": "ann@example.org", "text": "The report is ready."})
     with Store("mail-store") as store:
-        result = clerk.run_sync("Tell Ann.", session=store.create("mails", model))
-        for call in result.pending:
-            print("waits for approval:", call.tool, dict(call.arguments or {}))
+        session = store.create("mails", ScriptedModel([mail]))
+        result = clerk.run_sync("Tell Ann.", session=session)
+        assert result.finish_reason == "pending"
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def approve() -> None:
-    """What the second process does, perhaps days later."""
-    model = ScriptedModel(["Ann knows."])
+    """Show what waits, decide, and let the run go on: the tool runs once, now."""
     with Store("mail-store") as store:
-        session = store.open("mails", model)
+        session = store.open("mails", ScriptedModel(["Ann knows."]))
         waiting = asyncio.run(clerk.resume(session))  # nobody has decided: nothing runs
-        decisions = {str(call.call_id): True for call in waiting.pending}
+        for call in waiting.pending:
+            print("waits for approval:", call.tool, dict(call.arguments or {}))
+        decisions = {str(call.call_id): True for call in waiting.pending}  # or False, or why not
         result = asyncio.run(clerk.resume(session, decisions))
         print("then:", session.find(kind="tool_result")[0].content)
         print("answer:", result.output)
         assert result.output == "Ann knows."
 
 
-ask()
-approve()
+match sys.argv[1:]:
+    case ["ask"]:
+        ask()
+    case ["approve"]:
+        approve()
+    case _:  # both, in processes of their own
+        killed = subprocess.run([sys.executable, __file__, "ask"], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        subprocess.run([sys.executable, __file__, "approve"], check=True)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/reference/ is what docs/reference_pages.py writes now, and has every public name."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md")}
+
+
+@pytest.fixture(scope="module")
+def generator() -> Iterator[ModuleType]:
+    """docs/reference_pages.py as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        yield importlib.import_module("reference_pages")
+    for name in ("reference_pages", "reference_text"):
+        del sys.modules[name]
+
+
+def test_the_pages_are_current(generator: ModuleType) -> None:
+    """Oracle: the generator's output now. It refuses what is public and not explained."""
+    assert generator.pages() == PAGES, "run `make docs` again"
+
+
+def test_every_public_name_has_a_section(generator: ModuleType) -> None:
+    """Oracle: `__all__` of the modules as Python imports them; the generator reads their text."""
+    sections = [
+        imported
+        for page in PAGES.values()
+        for imported in re.findall(r"^## .*\n\n`from ([\w.]+ import \w+)`$", page, re.M)
+    ]
+    public = [
+        f"{package} import {name}"
+        for package in generator.PUBLIC
+        for name in importlib.import_module(package).__all__
+    ]
+    assert sorted(sections) == sorted(public)
+
+
+@pytest.mark.parametrize("name", ["Session", "Agent", "Tool", "Store", "ScriptedModel"])
+def test_every_public_method_has_a_section(generator: ModuleType, name: str) -> None:
+    """Oracle: the attributes of the class itself, but for those that the generator names as
+    internal, or as explained elsewhere."""
+    module = "freetoken_agent" if name != "ScriptedModel" else "freetoken_agent.testing"
+    kind: Any = getattr(importlib.import_module(module), name)
+    text = sys.modules["reference_text"]
+    shown = {
+        *re.findall(rf"^### {name}\.(\w+)$", "\n".join(PAGES.values()), re.M),
+        *text.INTERNAL.get(name, ()),
+        *getattr(kind, "__dataclass_fields__", ()),
+    }
+    if name in text.IMPLEMENTS:
+        shown |= set(dir(importlib.import_module("freetoken_agent").Model))
+    assert {one for one in dir(kind) if not one.startswith("_")} <= shown
+
+
+def test_what_nobody_explained_is_refused(
+    generator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same sources without one docstring, one comment and one page."""
+    found = generator.Sources()
+    segment = found.find("freetoken_agent.segments.Segment")
+    segment.members["num_tokens"].lines_collection[segment.filepath] = [
+        line.partition("  # ")[0] for line in segment.lines_collection[segment.filepath]
+    ]
+    found.find("freetoken_agent.store.Store").members["flush"].docstring = None
+    monkeypatch.setattr(generator, "Sources", lambda: found)
+    monkeypatch.setattr(
+        generator, "AREAS", [area for area in generator.AREAS if area.file != "storage.md"]
+    )
+    with pytest.raises(generator.Unexplained) as refused:
+        generator.pages()
+    said = str(refused.value)
+    for missing in ("Segment.num_tokens:", "Store.flush: no doc", "Database: on no page"):
+        assert missing in said
