@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 from typing_extensions import TypeVar  # with defaults: typing has them from Python 3.13 on
 
 from .blocking import wait_for
-from .context_rules import ContextRule
+from .context_rules import ContextRule, Proposal
 from .errors import InvalidAgent
 from .events import RunFinishReason
 from .model import Model
 from .output_type import OutputType
 from .run_context import RunContext
-from .segments import Content, Segment, Usage
+from .segments import Content, Edit, Reply, Segment, Usage
+from .tool_calls import ToolCall, ToolOutcome
 from .tool_results import ResultLimit
 from .tools import AnyTool, ToolFunction
 from .toolsets import Toolset, known_tools
@@ -79,8 +80,14 @@ class StepRequest:
     max_tokens: int | None = None  # None leaves it to the agent's `sampling`
 
 
-Hook = Callable[..., Any]
-"""See `Hooks` for what each is called with."""
+BeforeModel = Callable[
+    [RunContext[Any], StepRequest], StepRequest | None | Awaitable[StepRequest | None]
+]
+AfterModel = Callable[[RunContext[Any], Reply], object]
+BeforeTool = Callable[[RunContext[Any], ToolCall], object]
+AfterTool = Callable[[RunContext[Any], ToolCall, ToolOutcome], object]
+BeforeEdit = Callable[[RunContext[Any], Proposal], bool | None | Awaitable[bool | None]]
+OnEdit = Callable[[RunContext[Any], Edit], object]
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,12 @@ class Hooks:
     time. `on_edit(ctx, Edit)`: the run edited its context.
     """
 
-    before_model: Hook | None = None
-    after_model: Hook | None = None
-    before_tool: Hook | None = None
-    after_tool: Hook | None = None
-    before_edit: Hook | None = None
-    on_edit: Hook | None = None
+    before_model: BeforeModel | None = None
+    after_model: AfterModel | None = None
+    before_tool: BeforeTool | None = None
+    after_tool: AfterTool | None = None
+    before_edit: BeforeEdit | None = None
+    on_edit: OnEdit | None = None
 
 
 @dataclass(frozen=True)
@@ -247,7 +254,7 @@ class Agent(Generic[Deps, Output]):
         that were never started or have been approved, then let the model answer. A call that was
         started and never ended becomes `interrupted`, unless its decision is True. `decisions`:
         call id -> True, False, or the text with which the call is denied; calls that nobody decided
-        about stay pending."""
+        about stay pending. InvalidDecision for a call that is not open."""
         async with self.resume_stream(session, decisions, deps=deps) as run:
             async for _ in run:
                 pass

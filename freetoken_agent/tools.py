@@ -13,7 +13,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
-from typing import Any, Generic, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from .argument_problems import preview
 from .coercion import coerce
@@ -25,6 +36,7 @@ from .tool_results import ResultLimit
 from .tool_signature import ArgumentReader, as_object, invalid_arguments, read_signature
 
 P = ParamSpec("P")
+Rest = ParamSpec("Rest")
 R = TypeVar("R")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
@@ -92,6 +104,10 @@ class Tool(Generic[P, R]):
 
     @overload
     def __get__(self, instance: None, owner: type) -> "Tool[P, R]": ...
+    @overload
+    def __get__(
+        self: "Tool[Concatenate[Any, Rest], R]", instance: object, owner: type | None = None
+    ) -> "Tool[Rest, R]": ...
     @overload
     def __get__(self, instance: object, owner: type | None = None) -> "Tool[..., R]": ...
     def __get__(self, instance: object, owner: type | None = None) -> "Tool[..., R]":
