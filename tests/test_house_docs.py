@@ -17,6 +17,7 @@ import freetoken_runtime
 import freetoken_storage
 from freetoken_agent import LocalModel, Model, Session, Store
 from freetoken_agent.cli.main import app
+from freetoken_agent.named_formats import FORMATS
 from freetoken_runtime.state import digest
 from freetoken_storage import keys, values
 from freetoken_storage.errors import FreetokenError
@@ -182,6 +183,13 @@ def test_the_store_format_page_names_every_key_and_limit() -> None:
         assert sorted(listed) == sorted(kind.decode() for kind in expected)
     assert f"{values.PAYLOAD_BYTES:,} bytes" in page
     assert f"d({digest.BLOCK})" in page
+
+
+def test_the_tools_page_names_every_call_format() -> None:
+    """Oracle: the formats that can be chosen."""
+    page = (ROOT / "docs" / "tools.md").read_text()
+    (names,) = re.findall(r"There are\n\n((?:`\w+`\s)+)", page)
+    assert re.findall(r"\w+", names) == list(FORMATS)
 
 
 def subclasses(root: type[FreetokenError]) -> Iterator[type[FreetokenError]]:
