@@ -10,7 +10,7 @@ FreetokenError
 ├── PairingError             the edit would part a tool call from its result
 ├── NothingToGenerate        the assistant turn at the head is closed, or a call has no result
 ├── NothingToUndo / NothingToRedo
-├── SessionBusy              a generation is writing this branch
+├── SessionBusy              a generation is writing this branch, or another run is on it
 ├── SessionReadOnly          opened without a model, or with a tokenizer or template not its own
 ├── InvalidEdit              arguments of an edit that do not go together
 ├── TemplateUnsupported      the chat template refuses, moves or drops what was asked
@@ -27,6 +27,7 @@ FreetokenError
 │   ├── RunLimit             a limit was reached
 │   └── InvalidOutput        the answer is not of the output type, and no attempt is left
 ├── RunUnfinished            the result of a run that has not ended
+├── InvalidDecision          a decision about a call that waits for none
 ├── PromptDiffers            the session's preamble is not the agent's, and must not be replaced
 ├── MCPMissing               the package mcp is not installed
 ├── MCPServerFailed          an MCP server that does not start, answer, or stay
@@ -259,6 +260,12 @@ class RunUnfinished(FreetokenError):
     """The result of a run was asked for before its end."""
 
     code = "run_unfinished"
+
+
+class InvalidDecision(FreetokenError):
+    """A decision that is none, or about no call that waits for one. Nothing was run."""
+
+    code = "invalid_decision"
 
 
 class PromptDiffers(FreetokenError):

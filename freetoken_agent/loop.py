@@ -39,7 +39,7 @@ from .model_step import ModelStep
 from .run_context import RunContext
 from .run_limits import LimitWatch, Reached
 from .run_rules import RuleStage
-from .run_tools import ToolStage
+from .run_tools import ToolStage, check_decisions
 from .segments import Content, Reply, Segment, Usage, as_text
 from .shared_models import session_in_memory
 from .toolsets import Toolbox, listed_tools
@@ -164,6 +164,7 @@ class Run(Generic[Output]):
         self._trace.opened(self._session)
         self._writer = self._session.begin_run(f"run {agent.name}")
         self._alone.enter_context(self._writer.alone())
+        check_decisions(options.decisions or {}, self._writer.open_calls())
         self._before = {segment.id for segment in self._session.path()}
         self._finish: RunFinishReason | None = None
         self._choice = options.tool_choice

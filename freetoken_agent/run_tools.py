@@ -19,7 +19,7 @@ from . import events
 from .agent import Agent, Decision
 from .blocking import in_thread
 from .codec import CallMark
-from .errors import ModelRetry, ToolFailed
+from .errors import InvalidDecision, ModelRetry, ToolFailed
 from .events import RunEvent
 from .hooks import call_hook
 from .run_context import RunContext
@@ -36,6 +36,24 @@ if TYPE_CHECKING:
 DENIED = "The user did not allow this call."
 TOO_MANY = "Not called: this run may make no more calls. Answer with what you know."
 _log = logging.getLogger(__name__)
+
+
+def check_decisions(decisions: Mapping[str, Decision], calls: Sequence[Segment]) -> None:
+    """InvalidDecision unless each is about one of these open calls."""
+    waiting = [call.call_id or "" for call in calls]
+    for call_id, decision in decisions.items():
+        if call_id not in waiting:
+            raise InvalidDecision(
+                "no open call has this id",
+                value=call_id,
+                limit=f"open calls: {', '.join(waiting)}" if waiting else "no call is open",
+                remedy="take the call_id of the calls in result.pending",
+            )
+        if not isinstance(decision, bool | str):
+            raise InvalidDecision(
+                "a decision is True, False, or the text with which the call is denied",
+                value=decision,
+            )
 
 
 class ToolStage:
@@ -214,9 +232,14 @@ class ToolStage:
         return outcome, result_text(made)
 
     async def _flush(self) -> AsyncGenerator[RunEvent, None]:
-        """Move results into the path, up to the first call that has none."""
+        """Move results into the path, up to the first call that has none. A call that an edit took
+        away or answered meanwhile gets none."""
         while self._calls:
             call = self._calls[0]
+            if all(call.id != waiting.id for waiting in self._writer.open_calls()):
+                _log.info("call %s is not open any more: its result is dropped", call.call_id)
+                self._calls.pop(0)
+                continue
             outcome = self._known.get(call.id) or self._done.get(call.id)
             if call.id in self._interrupted:
                 write = partial(self._writer.interrupt, call)
