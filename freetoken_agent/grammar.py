@@ -63,6 +63,8 @@ class GrammarWriter:
         calls = [marker.core for marker in markup.text if marker.target == "call"]
         others = [marker.core for marker in markup.start if marker.target != "text"]
         self._never = self._plain(calls)
+        thoughts = [marker.core for marker in markup.thinking if marker.target == "call"]
+        self._never_thought = self._plain(thoughts)
         self._never_first = self._plain(core for core in others if core not in calls)
 
     @property
@@ -110,22 +112,22 @@ class GrammarWriter:
         if not core:
             return None
         alternatives = []
+        thought = rules.content(self._never_thought, ())
         if demand.choice != "required":
             answer = rules.rule(self._answer(rules, demand))
-            alternatives.append(f"{rules.until(core)} {_blanks(closer)} {answer}")
+            alternatives.append(f"{rules.until(core, thought)} {_blanks(closer)} {answer}")
         if writing is not None and _calls(demand):
             gap = writing.after_thought
             if gap is None or not gap.strip().startswith(core):
                 gap = (gap or closer) + ("" if gap else writing.at_start)
             gap = gap.lstrip()
             if gap.startswith(core):
-                gap = gap[len(core) :]
-                begin = f"{rules.until(core)} {{}}"
-                entry = rules.begin(self._first(gap.lstrip()), blanks=gap != gap.lstrip())
-                head = begin.format(entry)
-                gap = gap.lstrip()
+                behind = gap[len(core) :]
+                gap = behind.lstrip()
+                begin = rules.begin(self._first(gap), blanks=behind != gap)
+                head = f"{rules.until(core, thought)} {begin}"
             else:
-                head = rules.until(self._first(gap))
+                head = rules.until(self._first(gap), thought)
             alternatives.append(f"{head} {self._calls(rules, demand, gap)}")
         return " | ".join(alternatives) or None
 

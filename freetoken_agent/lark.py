@@ -48,6 +48,14 @@ class Rules:
         """A template's own text; '' for none."""
         return self._spelled(self._tokenizer.split_frame(text))
 
+    def plain(self, text: str, end: str) -> str:
+        """Plain text, whatever it looks like, and the template's own text that ends it: one lexeme
+        up to the first control token."""
+        parts = self._tokenizer.split_frame(end)
+        if parts and isinstance(parts[0], str):
+            text, parts = text + parts[0], parts[1:]
+        return f"{quoted(text)} {self._spelled(parts)}".rstrip()
+
     def begin(self, text: str, *, blanks: bool = False) -> str:
         """A literal that wins over a content in the same place, as soon as it is there: one lexeme
         up to its first control token. `blanks`: some may precede it."""

@@ -7,6 +7,7 @@ quoted     {city:<|"|>Oslo<|"|>,days:2}                     types, enumerations,
 python     city="Oslo", days=2, sunny=True                  the same
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from .call_spelling import (
     python_literal,
 )
 from .lark import ANY, Rules, quoted
+from .string_patterns import FORMATS, searched
 
 Schema = Mapping[str, Any]
 
@@ -98,10 +100,14 @@ class _Spelling:
 
     def _text(self, schema: Schema, close: str) -> str:
         """A string as it is, and the literal that ends it."""
+        bounds = []
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        bounded = least or most != ""
-        pattern = rf"(.|\n){{{least},{most}}}" if bounded else ANY
-        return self._rules.until(close, self._rules.terminal(f"/{pattern}/"))
+        if least or most != "":
+            bounds.append(rf"(.|\n){{{least},{most}}}")
+        bounds += filter(None, [FORMATS.get(schema.get("format", ""))])
+        bounds += filter(None, [searched(schema.get("pattern"))])
+        content = " & ".join(f"/{bound}/" for bound in bounds or [ANY])
+        return self._rules.until(close, self._rules.terminal(content))
 
     def _members(self, members: Sequence[_Member]) -> str:
         """Members in their order, at least one."""
@@ -136,19 +142,49 @@ class _Tagged(_Spelling):
         return self._members(members) if members else self._rules.literal(before)
 
     def _parameter(self, name: str, schema: Any, before: str) -> str:
-        rules, close = self._rules, self._tags.close
+        """By what is written between key and value, the values that may follow it."""
+        rules, tags = self._rules, self._tags
+        values: dict[str, list[str]] = {}
+        found = self._alternatives(schema)
+        free = any(_is_text(one) for one in found)  # then nothing is read as anything else
+        for one in found:
+            if "const" in one:
+                constant = one["const"]
+                kind: ValueType = "string" if isinstance(constant, str) or free else "object"
+                text = constant if isinstance(constant, str) else json.dumps(constant)
+                value = rules.plain(text, tags.close)
+            elif free and not _is_text(one):
+                continue
+            else:
+                kind = _TYPES.get(one.get("type"), "object") if not free else "string"
+                value = self._text(one, tags.close) if free else self._closed(one)
+            values.setdefault(tags.middles.get(kind, tags.middles["string"]), []).append(value)
+        opened = rules.literal(before + tags.open)
+        return rules.rule(
+            " | ".join(
+                f"{opened} {quoted(name)} {rules.literal(middle)} {rules.rule(' | '.join(written))}"
+                for middle, written in values.items()
+            )
+        )
+
+    def _closed(self, schema: Schema) -> str:
+        return f"{self._json(schema)} {self._rules.literal(self._tags.close)}"
+
+    def _alternatives(self, schema: Any, depth: int = 0) -> list[Schema]:
+        """A schema without unions, lists of types and of constants, each as one alternative."""
         schema = self._resolved(schema)
-        values = _constants(schema)
-        kind = _kind(schema, values)
-        middle = self._tags.middles.get(kind, self._tags.middles["string"])
-        opened = rules.literal(before + self._tags.open)
-        head = f"{opened} {quoted(name)} {rules.literal(middle)}"
-        if kind != "string":
-            return rules.rule(f"{head} {self._json(schema)} {rules.literal(close)}")
-        if values is None:
-            return rules.rule(f"{head} {self._text(schema, close)}")
-        spelled = " | ".join(quoted(str(value)) for value in values)
-        return rules.rule(f"{head} ({spelled}) {rules.literal(close)}")
+        parts = [self._resolved(part) for part in schema.pop("allOf", ())]
+        schema = {**{key: part[key] for part in parts for key in part}, **schema}
+        constants = _constants(schema)
+        if constants is not None:
+            return [{"const": value} for value in constants]
+        for key in ("anyOf", "oneOf"):
+            if key in schema and depth < _MAX_REFERENCES:
+                return [a for one in schema[key] for a in self._alternatives(one, depth + 1)]
+        kinds = schema.get("type")
+        if isinstance(kinds, list):
+            return [{**schema, "type": kind} for kind in kinds]
+        return [schema]
 
 
 class _Literals(_Spelling):
@@ -279,20 +315,15 @@ def _constants(schema: Schema) -> list[Any] | None:
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
-def _kind(schema: Schema, values: Sequence[Any] | None) -> ValueType:
-    """By which type a parameter is written; a string where it may be one."""
-    if values is not None:
-        return "string" if all(isinstance(value, str) for value in values) else "object"
-    kinds = schema.get("type")
-    options = [kinds] if isinstance(kinds, str) else list(kinds or ())
-    for key in ("anyOf", "oneOf"):
-        options += [option.get("type") for option in schema.get(key, ())]
-    if not options or "string" in options:
-        return "string"
-    return _TYPES.get(options[0], "object")
+def _is_text(schema: Schema) -> bool:
+    """Whether any text may be meant, within bounds."""
+    kind = schema.get("type")
+    return kind == "string" or (kind is None and not _SHAPED.intersection(schema))
 
 
-_TYPES: Mapping[str, ValueType] = {
+_SHAPED = frozenset(("const", "properties", "items", "prefixItems", "anyOf", "oneOf"))
+_TYPES: Mapping[Any, ValueType] = {
+    "string": "string",
     "integer": "integer",
     "number": "integer",
     "boolean": "boolean",
