@@ -43,6 +43,7 @@ TEMPLATES ?= ../shared/templates
 docs: $(STAMP)
 	$(PY) docs/templates_table.py $(TEMPLATES) > docs/templates.md
 	$(PY) -W ignore docs/families_table.py > docs/families.md
+	$(PY) docs/reference_pages.py
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -67,6 +67,13 @@ def test_every_document_is_reachable() -> None:
     assert set(DOCUMENTS) - entered <= linked
 
 
+def test_every_example_is_in_the_index() -> None:
+    """Oracle: the files of examples/."""
+    page = (ROOT / "docs" / "index.md").read_text()
+    listed = re.findall(r"^\| `(examples/\w+\.py)` \| \S", page, re.M)
+    assert sorted(listed) == sorted(name(path) for path in (ROOT / "examples").glob("*.py"))
+
+
 def test_the_readme_program_is_the_example() -> None:
     """The README shows examples/edit_tool_result.py, in at most 25 lines."""
     (shown,) = blocks(ROOT / "README.md", "python")
@@ -189,7 +196,7 @@ def test_the_tools_page_names_every_call_format() -> None:
     """Oracle: the formats that can be chosen."""
     page = (ROOT / "docs" / "tools.md").read_text()
     (names,) = re.findall(r"There are\n\n((?:`\w+`\s)+)", page)
-    assert re.findall(r"\w+", names) == list(FORMATS)
+    assert sorted(re.findall(r"\w+", names)) == sorted(FORMATS)
 
 
 def subclasses(root: type[FreetokenError]) -> Iterator[type[FreetokenError]]:
