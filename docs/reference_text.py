@@ -277,10 +277,15 @@ def default_of(field: griffe.Attribute) -> str:
 
 
 def comment(field: griffe.Attribute) -> str:
-    """What stands behind a field, or in a string below it."""
+    """What stands behind a field, above it, or in a string below it."""
     if field.docstring is not None:
         return " ".join(field.docstring.value.split())
     assert field.lineno is not None and field.endlineno is not None
-    line = field.lines_collection[field.filepath][field.endlineno - 1]
-    said = line.rpartition("  # ")[2] if "  # " in line else ""
-    return "" if said.startswith("type: ignore") else said
+    lines = field.lines_collection[field.filepath]
+    behind = lines[field.endlineno - 1].rpartition("  # ")
+    if behind[1] and not behind[2].startswith("type: ignore"):
+        return behind[2]
+    start = field.lineno - 1
+    while lines[start - 1].lstrip().startswith("# "):
+        start -= 1
+    return " ".join(line.strip(" #") for line in lines[start : field.lineno - 1])
