@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import griffe
 
@@ -281,6 +282,7 @@ def comment(field: griffe.Attribute) -> str:
     if field.docstring is not None:
         return " ".join(field.docstring.value.split())
     assert field.lineno is not None and field.endlineno is not None
+    assert isinstance(field.filepath, Path), field.path
     lines = field.lines_collection[field.filepath]
     behind = lines[field.endlineno - 1].rpartition("  # ")
     if behind[1] and not behind[2].startswith("type: ignore"):
