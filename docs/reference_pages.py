@@ -77,7 +77,7 @@ AREAS = (
         "Testing",
         "[testing](../testing.md)",
         AGENT,
-        "testing tool_testing",
+        "testing script tool_testing",
         lead="ScriptedModel",
     ),
     Area(

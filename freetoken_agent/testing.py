@@ -8,10 +8,10 @@ logits and ignores constraints, so that malformed output can be scripted too.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from freetoken_storage.errors import FreetokenError, StoreMismatch
+from freetoken_storage.errors import StoreMismatch
 from freetoken_storage.records import Snapshots
 
 from .byte_tokenizer import ByteTokenizer
@@ -25,10 +25,34 @@ from .model import (
     SamplingOptions,
 )
 from .reuse_ledger import Ledger, chain_digest
+from .script import (
+    Answer,
+    Call,
+    Emitted,
+    InvalidScript,
+    Raw,
+    Request,
+    ScriptExhausted,
+    Step,
+    Think,
+    checked_answer,
+    checked_script,
+)
 from .template import ChatFormat, Item
 from .tokenizer import Tokenizer
 
-__all__ = ["CHATML", "Call", "Raw", "Request", "ScriptExhausted", "ScriptedModel", "Think"]
+__all__ = [
+    "CHATML",
+    "Answer",
+    "Call",
+    "InvalidScript",
+    "Raw",
+    "Request",
+    "ScriptExhausted",
+    "ScriptedModel",
+    "Step",
+    "Think",
+]
 
 CHATML = """\
 {%- macro close() %}{{ '<|im_end|>\\n' }}{% endmacro %}
@@ -70,53 +94,6 @@ CHATML = """\
 {%- endif %}
 """
 """A ChatML template with thinking, tools and results; every history it renders is prefix-stable."""
-
-
-class ScriptExhausted(FreetokenError):
-    """The model was asked for one more reply than its script holds."""
-
-    code = "script_exhausted"
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool call, emitted in the format's own call syntax."""
-
-    name: str  # of the tool; there need be no such tool
-    arguments: Mapping[str, object]  # of any shape
-
-
-@dataclass(frozen=True)
-class Think:
-    """A thought, emitted with the format's own frames around it."""
-
-    text: str  # without tags
-
-
-@dataclass(frozen=True)
-class Raw:
-    """Exactly these ids, or this text with its control tokens; nothing is added, no closer either.
-    A stream that ends without a stop id finishes with `length`."""
-
-    content: str | Sequence[int]  # ids, or text
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `generate` was given. `anchor_before`: by how many ids before which a state is kept."""
-
-    ids: tuple[int, ...]  # the path, with the generation opener
-    sampling: SamplingOptions  # the options, checked
-    anchors: tuple[int, ...]  # positions to keep states at
-    anchor_after: frozenset[int]  # ids behind which states are kept
-    lasting: tuple[int, ...] = ()  # of the anchors, those kept longest
-    anchor_before: Mapping[int, int] = field(default_factory=dict)
-
-
-Part = str | Think | Call | Raw | Exception
-Answer = Part | Sequence[Part]
-Step = Answer | Callable[[Request], Answer]
-Emitted = int | Exception
 
 
 @dataclass(frozen=True)
@@ -221,14 +198,14 @@ class ScriptedModel:
         )
         self.requests: list[Request] = []
         self.ledger = Ledger(self.fingerprint.digest)
-        self._script = list(script)
+        self._script = checked_script(script)
         self._lock = threading.RLock()
         self._closed = False
 
     def extend(self, *steps: Step) -> None:
         """Add to the script."""
         with self._lock:
-            self._script.extend(steps)
+            self._script.extend(checked_script(steps))
 
     def attach(self, snapshots: Snapshots) -> None:
         with self._lock:
@@ -277,7 +254,7 @@ class ScriptedModel:
             self.requests.append(request)
             step = self._script.pop(0)
         if callable(step):
-            step = step(request)
+            step = checked_answer(step(request))
         output = [*sampling.force, *self.emit(step)]
         return ScriptedStream(self, request, output, on_progress, announced)
 

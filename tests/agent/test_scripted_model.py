@@ -3,11 +3,13 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetoken_agent import Store
 from freetoken_agent.model import (
     ContextOverflow,
     Model,
@@ -21,6 +23,7 @@ from freetoken_agent.template import Item
 from freetoken_agent.testing import (
     Answer,
     Call,
+    InvalidScript,
     Raw,
     Request,
     ScriptedModel,
@@ -283,3 +286,47 @@ def _shared(a: list[int], b: list[int]) -> int:
             break
         count += 1
     return count
+
+
+async def later(request: Request) -> Any:
+    return "never"
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("hello", r"a list of steps; got 'hello'; remedy: write \['hello'\]"),
+        (Call("add", {}), "a list of steps"),
+        (None, "a list of steps"),
+        (["fine", None], "step 1 of the script is none"),
+        ([5], "step 0 of the script is none; got 5"),
+        ([{"name": "add"}], "step 0"),
+        ([b"bytes"], "step 0"),
+        ([["text", 5]], "step 0 of the script is none; got 5"),
+        ([[["nested"]]], "step 0"),
+        ([ValueError], "step 0 .*ValueError.*an exception"),
+        ([KeyboardInterrupt("x")], "step 0"),
+        ([later], "step 0 .*plain function"),
+    ],
+)
+def test_what_is_no_step_is_refused_where_it_is_written(script: Any, message: str) -> None:
+    """Oracle: the documented error, which names the step; in `extend` too. A text is a script of
+    letters for Python, which nobody means."""
+    with pytest.raises(InvalidScript, match=message) as caught:
+        ScriptedModel(script)
+    assert caught.value.code == "invalid_script"
+    if isinstance(script, list):
+        with pytest.raises(InvalidScript, match=message):
+            ScriptedModel().extend(*script)
+
+
+@pytest.mark.parametrize("answer", [None, 5, ["text", None]])
+def test_what_a_function_returns_is_checked(answer: Any, memory_store: Store) -> None:
+    """Oracle: the documented error, when the reply is asked for; also of what is a coroutine."""
+    coroutine: Any = later
+    model = ScriptedModel([lambda request: answer, lambda request: coroutine(request)])
+    session = memory_store.create("s", model)
+    session.append("user", "?")
+    for _ in range(2):
+        with pytest.raises(InvalidScript, match="a function of the script returned is none"):
+            session.generate_sync()
