@@ -219,8 +219,6 @@ class Run(Generic[Output]):
                 async for event in generated:
                     yield event
             calls = self._writer.open_calls()
-            if calls and self._cancelled == "immediate" and self._finish is None:
-                self._finish = "cancelled"
         if calls and self._finish is None:
             async with aclosing(self._tool_calls_of(calls)) as ran:
                 async for event in ran:

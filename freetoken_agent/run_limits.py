@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run has used of what it may use."""
 
-import time
 from dataclasses import dataclass
+from time import monotonic
 
 from .agent import Limits
 
@@ -20,13 +20,13 @@ class LimitWatch:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._started_s = time.monotonic()
+        self._started_s = monotonic()
         self._tool_calls = 0
 
     def before_step(self, steps: int, output_tokens: int) -> Reached | None:
         """What stands in the way of another model call after so many."""
         limits = self._limits
-        elapsed_s = time.monotonic() - self._started_s
+        elapsed_s = monotonic() - self._started_s
         if limits.max_steps is not None and steps >= limits.max_steps:
             return Reached("max_steps", limits.max_steps)
         if limits.output_tokens is not None and output_tokens >= limits.output_tokens:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from freetoken_agent import Agent, Hooks, InvalidSampling, Limits, RunLimit, Store
+from freetoken_agent import Agent, Hooks, InvalidSampling, Limits, RunLimit, Store, run_limits
 from freetoken_agent.errors import InvalidTool, ModelRetry, ToolFailed
 from freetoken_agent.run_context import RunContext
 from freetoken_agent.testing import Call, Request, ScriptedModel, Step
 from freetoken_agent.tools import tool
 
-ran: list[str] = []
+ran: list[str] = []  # what the tools have done; each second of the clock is one of these
 
 
 @tool
@@ -32,8 +32,9 @@ def rest() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_ran() -> None:
+def _nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     ran.clear()
+    monkeypatch.setattr(run_limits, "monotonic", lambda: float(len(ran)))
 
 
 WORK = Call("work", {"name": "it"})
@@ -43,7 +44,7 @@ LIMITS: dict[str, tuple[Limits, list[Step], int]] = {
     "max_steps": (Limits(max_steps=2), [WORK, WORK], 2),
     "max_tool_calls": (Limits(max_tool_calls=2), [WORK, PAIR], 2),
     "output_tokens": (Limits(output_tokens=80), [WORK, WORK], 2),
-    "timeout_s": (Limits(timeout_s=0.01), [WORK], 1),
+    "timeout_s": (Limits(timeout_s=1.0), [WORK], 1),
 }
 
 
@@ -206,3 +207,17 @@ async def test_how_much_of_a_step_a_cancel_lets_through(mode: Any, at: str) -> N
     else:
         assert done == (["rested"] if at == "tool_finished" else [])
         assert set(ran) == ({"rest", "slow"} if at == "tool_finished" else set())
+
+
+@pytest.mark.parametrize("place", ["after_model", "before_tool"])
+async def test_a_cancel_from_a_hook_starts_no_tool(place: str) -> None:
+    """Oracle: the tools' own log. The calls stay as if they had never been started."""
+    hooks = Hooks(**{place: lambda *_: run.cancel()})
+    model = ScriptedModel([PAIR, "done"])
+    made: Agent[Any, str] = Agent(model, tools=[work])
+    run: Any
+    async with made.replace(hooks=hooks).run_stream("go") as run:
+        async for _ in run:
+            pass
+    assert run.result.finish_reason == "cancelled" and ran == []
+    assert (await made.resume(run.result.session)).output == "done" and ran == ["a", "b"]
