@@ -60,11 +60,10 @@ def _read_object(text: str, start: int = 0) -> tuple[dict[str, Any], int] | None
     return (value, end) if isinstance(value, dict) else None
 
 
-def _inside_string(text: str, start: int = 0) -> bool:
-    """Whether JSON text from the first brace on ends inside a string."""
-    brace = text.find("{", start)
+def _inside_string(text: str, start: int) -> bool:
+    """Whether JSON text that begins at `start` (-1: nowhere) ends inside a string."""
     inside = False
-    index = brace if brace >= 0 else len(text)
+    index = start if start >= 0 else len(text)
     while index < len(text):
         if text[index] == "\\" and inside:
             index += 1
@@ -116,7 +115,7 @@ class JsonCalls:
         return match[1]
 
     def open_string(self, unit: str) -> bool:
-        return _inside_string(unit)
+        return _inside_string(unit, unit.find("{"))
 
     def ends_at(self, unit: str) -> int | None:
         found = _read_object(unit)
@@ -146,7 +145,7 @@ class NamedJsonCalls:
 
     def open_string(self, unit: str) -> bool:
         match = self.pattern.search(unit)
-        return match is not None and _inside_string(unit, match.end())
+        return match is not None and _inside_string(unit, unit.find("{", match.end()))
 
     def ends_at(self, unit: str) -> int | None:
         match = self.pattern.search(unit)
@@ -157,11 +156,13 @@ class NamedJsonCalls:
 @dataclass(frozen=True)
 class TaggedCalls:
     """A name, then parameters between tags. A value that reads as JSON other than a string is that
-    value, unless a schema is known that wants its text. `open` and `close` are the tags around a
-    parameter, `end` the tag that follows the last one, '' where nothing does."""
+    value, unless a schema is known that wants its text; it ends where its JSON does, another one at
+    the first closing tag. `opening` and `closing` match what is around a value. `open` and `close`
+    are the tags around a parameter, `end` the one behind the last, '' where there is none."""
 
     head: re.Pattern[str]
-    parameter: re.Pattern[str]
+    opening: re.Pattern[str]
+    closing: re.Pattern[str]
     open: str
     close: str
     end: str
@@ -170,11 +171,7 @@ class TaggedCalls:
         match = self.head.search(unit)
         if match is None:
             return None
-        texts: dict[str, str] = {}
-        position = match.end("name")
-        for pair in self.parameter.finditer(unit, position):
-            texts[pair["key"]] = pair["value"]
-            position = pair.end()
+        texts, position = self._texts(unit, match.end("name"))
         rest = unit[position:]
         if self.open in rest or self.end not in rest:
             return None  # a parameter or the call itself is unfinished
@@ -186,12 +183,40 @@ class TaggedCalls:
         return match["name"] if match else None
 
     def open_string(self, unit: str) -> bool:
-        """Inside a parameter: it was opened after the last value closed."""
+        """Inside a parameter: it was opened after the last value closed; or in a string of JSON."""
         match = self.head.search(unit)
         if match is None:
             return False
-        rest = unit[match.end("name") :]
-        return self.open in rest[rest.rfind(self.close) + 1 :]
+        _, position = self._texts(unit, match.end("name"), whole=True)
+        return self.open in unit[position:]
+
+    def _texts(
+        self, unit: str, position: int, *, whole: bool = False
+    ) -> tuple[dict[str, str], int]:
+        """The values as they are written, from `position` on, and where the last of them was
+        closed. `whole`: an object or a list that ends inside a string is not closed by a tag."""
+        texts: dict[str, str] = {}
+        while opened := self.opening.search(unit, position):
+            start = opened.end()
+            is_json = unit.startswith(("{", "["), start)
+            closed = self._closed_json(unit, start) if is_json else None
+            if closed is None:
+                if whole and is_json and _inside_string(unit, start):
+                    break
+                closed = self.closing.search(unit, start)
+            if closed is None:
+                break
+            texts[opened["key"]] = unit[start : closed.start()]
+            position = closed.end()
+        return texts, position
+
+    def _closed_json(self, unit: str, start: int) -> re.Match[str] | None:
+        """What closes the JSON value that begins at `start`, directly behind it."""
+        try:
+            _, end = _DECODER.raw_decode(unit, start)
+        except (ValueError, RecursionError):
+            return None
+        return self.closing.match(unit, end)
 
     def ends_at(self, unit: str) -> int | None:
         return len(unit) if self.parse(unit) is not None else None
@@ -356,16 +381,15 @@ def _tagged(unit: str, name: str, number: int) -> CallFormat | None:
     after = after_name.removesuffix(opened).rstrip()
     head = _loose(before) + r"(?P<name>[^\s<>\"]+?)" + (_loose(after) or r"(?=[\s<])")
     middle = re.sub(r'="[^"]*"', '="\x00"', _between(unit, key, value))  # types differ by value
-    parameter = (
-        _loose(opened)
-        + r"(?P<key>[^<>\"]+?)"
-        + _edge(middle).replace("\x00", r'[^"<>]*')
-        + r"(?P<value>.*?)"
-        + _edge(closed)
-    )
+    opening = _loose(opened) + r"(?P<key>[^<>\"]+?)" + _edge(middle).replace("\x00", r'[^"<>]*')
     end = _first_tags(unit[unit.index(last) + len(last) :].removeprefix(closed), closed)
     return TaggedCalls(
-        re.compile(head), re.compile(parameter, re.DOTALL), opened.strip(), closed.strip(), end
+        re.compile(head),
+        re.compile(opening),
+        re.compile(_edge(closed)),
+        opened.strip(),
+        closed.strip(),
+        end,
     )
 
 

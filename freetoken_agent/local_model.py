@@ -76,9 +76,9 @@ class LocalModel:
         UnknownCallFormat, TokenizerUnsupported, and the runtime's errors for weights and
         configurations, each naming the file.
         """
-        path = resolve(source)
         if call_format is not None:
             named(call_format)  # refused before anything is read
+        path = resolve(source)
         if weights:
             read_ahead(path)  # the disk works while tokenizer and torch are loaded
         pulled = path.is_relative_to(models_dir())

@@ -60,12 +60,21 @@ class Marker:
         else:
             end = len(core.rstrip())
         return replace(
-            cls._of_core(core[:end], literal), unit=_first_tag(head) if gap.strip() else ""
+            cls._of_core(core[:end], literal), unit=_unit(head, gap) if gap.strip() else ""
         )
 
     @classmethod
     def _of_core(cls, core: str, literal: str) -> "Marker":
         return cls(core, "call", lead=literal[: len(literal) - len(literal.lstrip())])
+
+
+def _unit(head: str, gap: str) -> str:
+    """The literal by which a unit is found behind its gap: as long as it takes."""
+    literal = head.strip()
+    start = len(_first_tag(literal))
+    return next(
+        (literal[:end] for end in range(start, len(literal)) if literal[:end] not in gap), literal
+    )
 
 
 def _first_tag(text: str) -> str:
@@ -196,7 +205,7 @@ def _call_after_thought(gaps: Gaps) -> Marker | None:
     if gaps.thinking_to_call.strip().startswith(closer):
         return None  # the thought closes in the same way; the call follows as after a text
     marker = Marker.of(gaps.thinking_to_call + gaps.head, "call")
-    return marker and replace(marker, trail="", unit=_first_tag(gaps.head))
+    return marker and replace(marker, trail="", unit=_unit(gaps.head, gaps.thinking_to_call))
 
 
 def _call_end(tail: str) -> str:

@@ -52,15 +52,6 @@ _FORMATS = (
         signs=("<|python_tag|>",),
     ),
     CallSpelling(
-        "mistral_v3",
-        parts('{"name": "«NAME»", "arguments": «ARGUMENTS», "id": "«ID»"}'),
-        JsonArguments(),
-        begin="[TOOL_CALLS][",
-        between=", ",
-        end="]",
-        after_text="",
-    ),
-    CallSpelling(
         "mistral_v11",
         parts("[TOOL_CALLS]«NAME»[CALL_ID]«ID»[ARGS]«ARGUMENTS»"),
         JsonArguments(),
@@ -75,6 +66,16 @@ _FORMATS = (
         between="",
         after_text="",
         signs=("[ARGS]",),
+    ),
+    CallSpelling(
+        "mistral_v3",
+        parts('{"name": "«NAME»", "arguments": «ARGUMENTS», "id": "«ID»"}'),
+        JsonArguments(),
+        begin="[TOOL_CALLS][",
+        between=", ",
+        end="]",
+        after_text="",
+        signs=("[TOOL_CALLS]",),
     ),
     CallSpelling(
         "deepseek_v3",

@@ -99,7 +99,7 @@ class StreamParser:
         self._unit_literal = ""
         self._blanks = False  # blanks before the call are not part of it
         self._prior_end = 0  # where the content before the call ends
-        self._taken = 0  # ids up to here belong to a call
+        self._taken = 0  # ids up to here belong to a content
         # blanks of the last marker, or of the opener, that may still come
         self._trail = self._markup.blanks if kind == "text" else ""
         self._ended = False  # nothing more can complete a marker
@@ -130,6 +130,7 @@ class StreamParser:
             self._mode = "text"
         text = self._tape.text[self._begin :]
         if text.strip():
+            self._snap_begin(len(self._tape.text))
             self._delta(len(self._tape.text))
             kind: Literal["thinking", "text"] = "thinking" if self._mode == "thinking" else "text"
             self._done(kind, self._begin, None, partial=partial, cut_call=cut_call)
@@ -179,7 +180,6 @@ class StreamParser:
             )
         if not self._at_marker(markers, at):
             self._mode = "text"
-            self._begin = self._search = self._emitted = max(self._begin, self._taken)
         return True
 
     def _at_marker(self, markers: Sequence[Marker], at: int) -> bool:
@@ -211,12 +211,11 @@ class StreamParser:
     def _in_content(self, markers: Sequence[Marker]) -> bool:
         """Inside a text or a thought: up to the first whole marker, or as far as is certain."""
         text = self._tape.text
-        if self._emitted == self._begin:
-            self._begin = self._emitted = self._tape.snapped_begin(self._begin)
         found = [(text.find(marker.core, self._search), marker) for marker in markers]
         hits = [(at, marker) for at, marker in found if at >= 0]
         if not hits:
             certain = len(text) - _held_back(text[self._emitted :], markers)
+            self._snap_begin(certain)
             self._delta(certain)
             self._search = max(self._search, len(text) - _longest(markers) + 1)
             return False
@@ -224,6 +223,7 @@ class StreamParser:
         longer = (other.core for other in markers if len(other.core) > len(marker.core))
         if not self._ended and any(core.startswith(text[at:]) for core in longer):
             return False
+        self._snap_begin(at)
         end = at
         for blank in reversed(marker.lead):
             if end > self._begin and text[end - 1] == blank:
@@ -235,6 +235,12 @@ class StreamParser:
         self._delta(end)
         self._enter(marker, end, at)
         return True
+
+    def _snap_begin(self, end: int) -> None:
+        """Nothing was said yet: the content, known up to `end`, begins at an id."""
+        if self._emitted == self._begin:
+            begin = max(self._begin, self._taken)
+            self._begin = self._emitted = self._tape.snapped_begin(begin, max(begin, end))
 
     def _enter(self, marker: Marker, end: int, at: int) -> None:
         """The content before ended at `end`; the marker stands at `at`."""
@@ -362,13 +368,19 @@ class StreamParser:
         partial: bool = False,
         cut_call: bool = False,
     ) -> None:
+        said = self._tape.literal(begin, len(self._tape.text) if end is None else end)
         gap, ids, text = self._tape.cut(begin, end)
+        self._taken = max(self._taken, len(self._tape.text) if end is None else end)
+        if not ids:
+            return  # all of it is in an id of the content before
+        if (more := text.removeprefix(said)) and len(more) < len(text):  # half a character
+            self._events.append(ThinkingDelta(more) if kind == "thinking" else TextDelta(more))
         self._events.append(SegmentDone(kind, gap, ids, text, partial=partial, cut_call=cut_call))
 
     def _done_call(self, name: str, call: ParsedCall | None, end: int) -> None:
         if not self._call_started:
             self._events.append(CallStarted(self._calls, name))
-        gap, ids, text = self._tape.cut(self._tape.snapped_begin(self._unit), end)
+        gap, ids, text = self._tape.cut(self._tape.snapped_begin(self._unit, end), end)
         done = SegmentDone("tool_call", gap, ids, text, whole_characters(name))
         if call is not None:
             arguments, texts = whole_characters([dict(call.arguments), call.texts])

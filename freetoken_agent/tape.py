@@ -66,14 +66,16 @@ class Tape:
         self._next = stop
         return gap, ids, text
 
-    def snapped_begin(self, begin: int) -> int:
-        """A content's begin, moved out of the middle of an id: to its begin if the id holds some
-        of the content, behind it if that is only blanks."""
+    def snapped_begin(self, begin: int, end: int) -> int:
+        """The begin of a content that is known up to `end`, moved out of the middle of an id: to
+        its begin if the id holds some of the content, behind it if that is only blanks; left where
+        it is as long as that is open."""
         index = self._around(begin)
         if index is None:
             return begin
-        shared = self.text[begin : self._end(index)].strip()
-        return self._starts[index] if shared else self._end(index)
+        if self.text[begin : min(end, self._end(index))].strip():
+            return self._starts[index]
+        return self._end(index) if self._end(index) <= end else begin
 
     def snapped_end(self, begin: int, end: int) -> int:
         """A content's end, moved out of the middle of an id: behind it if the id holds some of the
