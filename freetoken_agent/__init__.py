@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .constraint import UnsupportedSchema
     from .context_rules import ClearThinking, ClearToolResults, ContextRule, Proposal
     from .errors import (
+        ArgumentUnwritable,
         FrameNotEditable,
         GenerationConflict,
         InvalidAgent,
@@ -156,6 +157,7 @@ _MODULES = {
     ".constraint": ("UnsupportedSchema",),
     ".context_rules": ("ClearThinking", "ClearToolResults", "ContextRule", "Proposal"),
     ".errors": (
+        "ArgumentUnwritable",
         "FrameNotEditable",
         "GenerationConflict",
         "InvalidAgent",
@@ -244,6 +246,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Agent",
     "ApprovalRequest",
+    "ArgumentUnwritable",
     "Binding",
     "BranchExists",
     "BranchInfo",

@@ -145,6 +145,13 @@ class TemplateUnsupported(FreetokenError):
     code = "template_unsupported"
 
 
+class ArgumentUnwritable(TemplateUnsupported):
+    """An argument holds the literal that ends a value in the model's format of calls, which knows
+    no escapes. Nothing was changed."""
+
+    code = "argument_unwritable"
+
+
 class UnknownCallFormat(FreetokenError):
     """There is no call format of this name; the message lists those that there are."""
 

@@ -27,6 +27,7 @@ from .named_formats import likely, named
 from .probes import find_dialect
 from .template_report import PATHS, closers, examine, thinking_options
 from .tokenizer import Tokenizer, encode_mixed
+from .writable_calls import check_writable
 
 __all__ = [
     "ChatFormat",
@@ -146,6 +147,8 @@ class ChatFormat:
             text, ids = item.text, item.ids
             if ids is None:
                 parts = self._contents.parts(items, index, options)
+                if item.kind == "tool_call":
+                    check_writable(self._markup.calls, item, _text(parts))
                 ids = self._encode(parts, after=gap_ids[-1:])
                 text = self._tokenizer.decode(ids, after=gap_ids[-8:])
             pieces.append(Piece(_text(gap), gap_ids, text, ids))
