@@ -8,6 +8,7 @@ from .call_shapes import closing_after_text, opener_after_user
 from .dialect import SentinelFill
 from .errors import TemplateUnsupported
 from .frames import Grammar
+from .harmony import as_models_write, is_harmony
 from .items import DEFAULT_OPTIONS, Item
 from .markup import Gaps, Markup, learn_markup
 from .probes import CALL, OTHER_CALL, RESULT, TEXT, THOUGHT, USER
@@ -16,7 +17,9 @@ from .sentinels import sentinel
 
 def find_markup(grammar: Grammar) -> Markup:
     """The markers that a model writes, from short skeletons."""
-    return learn_markup(find_gaps(grammar), _call_format(grammar))
+    gaps = find_gaps(grammar)
+    markup = learn_markup(gaps, _call_format(grammar))
+    return as_models_write(markup) if is_harmony(gaps) else markup
 
 
 def find_gaps(grammar: Grammar) -> Gaps:

@@ -221,6 +221,39 @@ def test_a_call_that_the_stop_token_ends() -> None:
     assert [done.kind for done in segments(cut)] == ["thinking", "text"]
 
 
+@pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>Hm."])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.ls <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.ls<|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.ls json<|message|>",
+        "<|channel|>commentary to=functions.ls<|message|>",
+        " to=functions.ls<|channel|>commentary <|constrain|>json<|message|>",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.ls <|constrain|>json<|message|>",
+    ],
+)
+def test_headers_of_calls_as_gpt_oss_writes_them(header: str, thought: str) -> None:
+    """Oracle: by hand. The template shows the recipient first only, and no `<|constrain|>`."""
+    format, tokenizer = MORE["channels"]
+    text = thought + ("<|end|><|start|>assistant" if thought else "") + header + '{"p": "/"}'
+    events = parse_turn(format, tokenizer, tokenizer.encode_frame(text))
+    words = [("text", "I look.")] if "I look." in header else []
+    thoughts = [("thinking", "Hm.")] if thought else []
+    assert brief(events) == [*thoughts, *words, ("tool_call", "ls", {"p": "/"})]
+    assert segments(events)[-1].text.startswith("to=functions.ls")
+
+
+def test_words_on_the_channel_of_calls_are_text() -> None:
+    """Oracle: by hand."""
+    format, tokenizer = MORE["channels"]
+    text = "<|channel|>commentary<|message|>I look."
+    assert brief(parse_turn(format, tokenizer, tokenizer.encode_frame(text))) == [
+        ("text", "I look.")
+    ]
+
+
 def test_a_calls_name_is_known_before_its_end() -> None:
     """Oracle: by hand, where the call begins with control tokens: the name comes with its last
     character, and an end of call inside a string ends nothing."""
