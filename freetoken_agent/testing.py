@@ -9,6 +9,7 @@ logits and ignores constraints, so that malformed output can be scripted too.
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from freetoken_storage.errors import StoreMismatch
@@ -168,6 +169,12 @@ class ScriptedStream:
             self._model._grow(self._request, self._sampled)
 
 
+@lru_cache(maxsize=8)  # learning takes longer than most tests
+def _learned(template: str, call_format: str | None) -> tuple[Tokenizer, ChatFormat]:
+    tokenizer = ByteTokenizer()
+    return tokenizer, ChatFormat.learn(template, tokenizer, call_format=call_format)
+
+
 class ScriptedModel:
     """Plays `script`: one step per reply, in order; then it raises ScriptExhausted.
 
@@ -187,10 +194,9 @@ class ScriptedModel:
         parts: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        self.tokenizer: Tokenizer = ByteTokenizer()
-        self.format: ChatFormat = ChatFormat.learn(
-            template, self.tokenizer, call_format=call_format
-        )
+        self.tokenizer: Tokenizer
+        self.format: ChatFormat
+        self.tokenizer, self.format = _learned(template, call_format)
         self.context_limit = context_limit
         named = {"weights": name, **(parts or {})}
         self.fingerprint = Fingerprint(
