@@ -15,6 +15,9 @@ from .json_schema import Schema, child, in_words, resolved
 MAX_PROBLEMS = 10  # fields named in one message
 _PREVIEW_CHARS = 80
 _WHOLE = "the value"
+ProblemsAt = dict[tuple[str | int, ...], list[str]]
+"""What is wrong, by the keys that lead there."""
+
 _KEY = "[key]"  # how pydantic says that it means the key
 
 
@@ -53,11 +56,16 @@ def _shortened(lines: list[str]) -> str:
 
 def misread_in(value: Any, schema: Schema) -> str:
     """One line for each field that pydantic would take for what it is not; "" if there is none."""
-    lines = []
+    found: ProblemsAt = {}
     for keys, said in misreadings(value, schema):
-        place = _place(keys, value, schema, missing=False)
-        lines.append(f"- {place.path}: {_told(place, [said], schema)}")
-    return _shortened(lines)
+        found.setdefault(keys, []).append(said)
+    return problem_lines(found, value, schema)
+
+
+def problem_lines(found: ProblemsAt, value: Any, schema: Schema) -> str:
+    """One line for each place of a value; "" if there is none."""
+    places = [(_place(keys, value, schema, missing=False), said) for keys, said in found.items()]
+    return _shortened([f"- {place.path}: {_told(place, said, schema)}" for place, said in places])
 
 
 def preview(value: Any) -> str:

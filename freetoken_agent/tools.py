@@ -26,14 +26,13 @@ from typing import (
     overload,
 )
 
-from .argument_problems import preview
-from .coercion import coerce
 from .docstrings import read_docstring
 from .errors import InvalidEdit, InvalidTool
 from .json_schema import ordered
 from .json_values import frozen, plain
+from .schema_reader import SchemaReader
 from .tool_results import ResultLimit
-from .tool_signature import ArgumentReader, as_object, invalid_arguments, read_signature
+from .tool_signature import ArgumentReader, read_signature
 
 P = ParamSpec("P")
 Rest = ParamSpec("Rest")
@@ -130,8 +129,8 @@ class Tool(Generic[P, R]):
         function: Callable[[dict[str, Any]], Any],
         **settings: Unpack[ToolSettings],
     ) -> "Tool[[dict[str, Any]], Any]":
-        """A tool whose schema comes from elsewhere. `function` gets the arguments as one dict:
-        coerced, known at the top level and complete there; deeper faults are its own to find."""
+        """A tool whose schema comes from elsewhere. `function` gets the arguments as one dict,
+        brought to the types of the schema and valid by it."""
         chosen = checked_options(settings)
         try:
             schema = ordered(plain(parameters))
@@ -149,7 +148,7 @@ class Tool(Generic[P, R]):
             description=chosen.pop("description", ""),
             parameters=frozen(schema),
             function=function,
-            reader=_SchemaReader(schema),
+            reader=SchemaReader.of(name, schema),
             **chosen,
         )
 
@@ -311,27 +310,3 @@ def _is_valid(key: str, value: Any) -> bool:
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return value is None
     return value > 0 and math.isfinite(value)
-
-
-@dataclass(frozen=True)
-class _SchemaReader:
-    schema: Mapping[str, Any]
-
-    def read(
-        self, tool: str, arguments: Mapping[str, Any] | str
-    ) -> tuple[list[Any], dict[str, Any]]:
-        value = coerce(as_object(tool, arguments), self.schema, self.schema)
-        known = self.schema.get("properties", {})
-        problems = [
-            f"- {key}: is missing" for key in self.schema.get("required", ()) if key not in value
-        ]
-        if self.schema.get("additionalProperties") is False:
-            names = ", ".join(known)
-            problems += [
-                f"- {key}: is not known; known are: {names}; got {preview(value[key])}"
-                for key in value
-                if key not in known
-            ]
-        if problems:
-            raise invalid_arguments(tool, "\n".join(problems))
-        return [value], {}
