@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correct what a tool returned, and pay only for what follows it."""
 
-from freetoken_agent import LocalModel, Store
+from freetoken_agent import Agent, LocalModel, Store, tool
 
-SUNNY, SNOW = '{"forecast": "sunny, 24 degrees"}', '{"forecast": "heavy snow, -8 degrees"}'
 
+@tool
+def get_weather(city: str) -> str:
+    """Tell the weather of tomorrow in a city."""
+    return f"Tomorrow in {city}: sunny, 24 degrees."
+
+
+brief = "You are a helpful travel assistant."
+sampling = {"max_tokens": 40, "repetition_penalty": 1.1, "parallel_tool_calls": False}
+agent = Agent(instructions=brief, tools=[get_weather], sampling=sampling)
+ask = "What clothes should I pack for Oslo?"
 with LocalModel.load("smollm2") as model, Store("travel-store") as store:
-    s = store.create("oslo", model, system="You are a helpful travel assistant.")
-    s.append("user", "I fly to Oslo tomorrow. What should I pack?")
-    call = s.append_call("get_weather", {"city": "Oslo"})
-    result = s.append_result(call, SUNNY)
-    print("before:", s.generate_sync(max_tokens=40, repetition_penalty=1.1).text)
-
+    s = store.create("oslo", model)
+    print("before:", agent.run_sync(ask, session=s, tool_choice="required").output)
+    [result] = s.find(kind="tool_result")
     s.rewind(to=result)  # drop the answer
-    plan = s.replace(result, SNOW, dry_run=True).plan  # the price, before it is paid
-    s.replace(result, SNOW)
-    reply = s.generate_sync(max_tokens=40, repetition_penalty=1.1)
-    print("after: ", reply.text)
-
-    usage = reply.usage
-    print(f"planned: reuse {plan.reused_tokens} tokens, forward {plan.prefill_tokens}")
-    print(f"paid:    reused {usage.reused_tokens} tokens, forwarded {usage.prefill_tokens}")
+    edit = s.replace(result, "Tomorrow in Oslo: heavy snow, -8 degrees.")
+    second = agent.run_sync(session=s)
+    print("after: ", second.output)
+    print("told:", edit.plan.prefill_tokens, "paid:", second.usage.prefill_tokens, "tokens")
     s.undo(3)  # the second answer, the edit, the rewind: the first answer is back
