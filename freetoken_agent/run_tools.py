@@ -25,7 +25,7 @@ from .hooks import call_hook
 from .run_context import RunContext
 from .run_writer import RunWriter
 from .segments import Segment
-from .tool_calls import ToolCall, ToolOutcome, next_retries, run_calls
+from .tool_calls import ToolCall, ToolOutcome, asks_for_approval, next_retries, run_calls
 from .tool_results import result_text
 from .toolsets import Toolbox
 from .tracing import RunTrace
@@ -106,7 +106,7 @@ class ToolStage:
                 self._know(call, mark.text, "denied")
             elif decision is True:
                 decided.append(CallMark(call.id, "approved"))
-            elif (mark is None or mark.state != "approved") and self._needs_approval(call):
+            elif (mark is None or mark.state != "approved") and await self._needs_approval(call):
                 pending.append(call)
         if decided:
             await in_thread(partial(self._writer.mark, *decided))
@@ -160,9 +160,11 @@ class ToolStage:
     def _know(self, call: Segment, text: str, status: Any) -> None:
         self._known[call.id] = ToolOutcome(ToolCall.of(call), text, status)
 
-    def _needs_approval(self, call: Segment) -> bool:
+    async def _needs_approval(self, call: Segment) -> bool:
         tool = self._toolbox.get(call.tool or "")
-        return tool is not None and tool.needs_approval
+        if tool is None:
+            return False
+        return await asks_for_approval(tool, ToolCall.of(call), self._context)
 
     async def _waiting(self) -> list[Segment]:
         """The calls that will run. A hook may refuse one."""

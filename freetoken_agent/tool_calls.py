@@ -20,10 +20,13 @@ from typing import Any, Literal
 import anyio
 import anyio.to_thread
 
+from .coercion import coerce
 from .errors import ModelRetry, ToolFailed
+from .hooks import call_hook
 from .run_context import RunContext
 from .segments import Segment
 from .tool_results import ResultLimit, result_text, whole_text
+from .tool_signature import as_object
 from .tools import AnyTool
 from .toolsets import Toolbox
 
@@ -87,6 +90,21 @@ async def execute(
     text, cut_chars = limit.cut(outcome.text)
     elapsed_s = time.perf_counter() - started
     return replace(outcome, text=text, cut_chars=cut_chars, elapsed_s=elapsed_s)
+
+
+async def asks_for_approval(tool: AnyTool, call: ToolCall, context: RunContext[Any]) -> bool:
+    """Whether somebody must decide about a call before it runs. A rule sees the arguments as the
+    schema has them; a call with others does not run anyway. What a rule raises ends the run."""
+    rule = tool.needs_approval
+    if isinstance(rule, bool):
+        return rule
+    try:
+        tool.reader.read(tool.name, call.arguments)
+    except ModelRetry:
+        return False
+    arguments = coerce(as_object(tool.name, call.arguments), tool.parameters, tool.parameters)
+    own = replace(context, call_id=call.id, tool_name=tool.name, max_retries=tool.retries)
+    return bool(await call_hook(rule, own, arguments))
 
 
 async def run_call(toolbox: Toolbox, call: ToolCall, context: RunContext[Any]) -> ToolOutcome:

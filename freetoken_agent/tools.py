@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
@@ -30,6 +30,7 @@ from .docstrings import read_docstring
 from .errors import InvalidEdit, InvalidTool
 from .json_schema import ordered
 from .json_values import frozen, plain
+from .run_context import RunContext
 from .schema_reader import SchemaReader
 from .tool_results import ResultLimit
 from .tool_signature import ArgumentReader, read_signature
@@ -38,6 +39,8 @@ P = ParamSpec("P")
 Rest = ParamSpec("Rest")
 R = TypeVar("R")
 
+ApprovalRule = Callable[[RunContext[Any], dict[str, Any]], bool | Awaitable[bool]]
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
@@ -45,7 +48,8 @@ class ToolSettings(TypedDict, total=False):
     """Settings of a tool.
 
     `description`: instead of the docstring. `timeout`: seconds until the call becomes
-    an error result. `needs_approval`: the run stops before the call until somebody decides.
+    an error result. `needs_approval`: the run stops before the call until somebody decides; or a
+    function of the `RunContext` and the arguments, plain or async, that says whether it does.
     `retries`: how often in a row the model may try again after arguments that are not valid, or a
     `ModelRetry`. `result_limit`: instead of the agent's. `validate_after`: keywords of the schema
     that no grammar can enforce are checked when the call is there, instead of being refused.
@@ -53,7 +57,7 @@ class ToolSettings(TypedDict, total=False):
 
     description: str
     timeout: float | None
-    needs_approval: bool
+    needs_approval: bool | ApprovalRule
     retries: int
     result_limit: ResultLimit | None
     validate_after: bool
@@ -80,7 +84,7 @@ class Tool(Generic[P, R]):
     parameters: Mapping[str, Any] = field(repr=False)
     function: Callable[P, R] = field(repr=False)
     timeout: float | None = None  # the settings, as in `ToolSettings`
-    needs_approval: bool = False
+    needs_approval: bool | ApprovalRule = False
     retries: int = 1
     result_limit: ResultLimit | None = None
     validate_after: bool = False
@@ -290,7 +294,7 @@ _LIMITS = {
     "name": "a str",
     "description": "a str",
     "timeout": "seconds above 0, or None",
-    "needs_approval": "True or False",
+    "needs_approval": "True, False, or a function of the RunContext and the arguments",
     "retries": "an int from 0",
     "result_limit": "a ResultLimit, or None",
     "validate_after": "True or False",
@@ -301,8 +305,10 @@ def _is_valid(key: str, value: Any) -> bool:
     match key:
         case "name" | "description":
             return isinstance(value, str)
-        case "needs_approval" | "validate_after":
+        case "validate_after":
             return isinstance(value, bool)
+        case "needs_approval":
+            return isinstance(value, bool) or (callable(value) and not isinstance(value, type))
         case "retries":
             return isinstance(value, int) and not isinstance(value, bool) and value >= 0
         case "result_limit":
