@@ -24,6 +24,7 @@ class Form(Enum):
     MANY = "many"  # activations as they are
     FEW = "few"
     MANY_ROUNDED = "many, activations in bfloat16"
+    MANY_INT16 = "many, activations in two parts of int8"
     MANY_INT8 = "many, activations in int8"
 
 

@@ -9,15 +9,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from .errors import InvalidConfig
 from .reports import Offload
 
 DType = Literal["auto", "float32", "bfloat16"]
 Quant = Literal["int8", "int4"]
-Prefill = Literal["exact", "bfloat16", "int8"]
+Prefill = Literal["exact", "bfloat16", "int16", "int8"]
 
+_PREFILLS: Mapping[Quant | None, tuple[Prefill, ...]] = {
+    None: ("exact",),
+    "int8": ("exact", "int16", "int8"),
+    "int4": ("exact", "bfloat16"),
+}
 MAX_THREADS = 256
 MAX_CHUNK = 8192
 MAX_BATCH = 256
@@ -34,8 +39,9 @@ class EngineConfig:
     threads           compute threads
     ram_budget_bytes  weights, states and working memory together
     prefill           how passes over many rows round activations between integer weights: "exact"
-                      keeps fp32; "bfloat16" and "int8" (of quant="int8" only) are faster on CPUs
-                      that have instructions for them, lossy, and share no stored state with others
+                      keeps fp32; faster on CPUs with instructions for it, lossy, and without a
+                      stored state in common with others are "int16" and "int8" for quant="int8",
+                      "bfloat16" for quant="int4"
     prefill_chunk     rows of one prompt that are forwarded in one pass
     max_batch         sequences that decode in one pass
     anchor_interval   tokens between the interior anchors of layers that cannot be sliced
@@ -64,8 +70,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("quant", self.quant, (None, "int8", "int4"))
-        allowed = {None: ("exact",), "int4": ("exact", "bfloat16")}
-        _one_of("prefill", self.prefill, allowed.get(self.quant, get_args(Prefill)))
+        _one_of("prefill", self.prefill, _PREFILLS[self.quant])
         if self.threads is not None:
             _within("threads", self.threads, 1, MAX_THREADS)
         if self.ram_budget_bytes is not None:

@@ -18,6 +18,7 @@ from .config import Prefill
 from .contention import ThreadGovernor
 from .errors import InvalidConfig
 from .kernels.int8_linear.cpu import has_exact_sums
+from .layers.linear import PARTS
 from .models.decoder import Decoder
 from .rates import Rates
 from .state.digest import Ids
@@ -26,6 +27,7 @@ from .state.sequence import Sequence
 _MANY: Mapping[Prefill, Form] = {
     "exact": Form.MANY,
     "bfloat16": Form.MANY_ROUNDED,
+    "int16": Form.MANY_INT16,
     "int8": Form.MANY_INT8,
 }
 
@@ -49,10 +51,10 @@ class Runner:
         self, decoder: Decoder, governor: ThreadGovernor, prefill: Prefill = "exact"
     ) -> None:
         """InvalidConfig if this machine cannot compute that kind of prefill."""
-        if prefill == "int8" and not has_exact_sums():
+        if _MANY[prefill] in PARTS and not has_exact_sums():
             raise InvalidConfig(
                 "this machine adds products of int8 with saturation",
-                value='prefill="int8"',
+                value=f'prefill="{prefill}"',
                 remedy='use prefill="exact"',
             )
         self._decoder = decoder

@@ -59,6 +59,55 @@ def test_one_piece_equals_the_reference(
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    queries=st.integers(1, 60),
+    keys=st.integers(1, 130),
+    group=st.integers(1, 3),
+    block=st.sampled_from([16, 32, 48]),
+    at_once=st.integers(1, 50),
+    causal=st.booleans(),
+)
+def test_many_queries_in_blocks_equal_the_reference(
+    queries: int, keys: int, group: int, block: int, at_once: int, causal: bool
+) -> None:
+    """Oracle: softmax written out in fp64; blocks of queries and of keys cut anywhere, and rows
+    that see no key of a block have none of it."""
+    keys = queries if causal else keys
+    q, _, _ = rows(queries, 2 * group, 2, 24, 0)
+    _, k, v = rows(keys, 2 * group, 2, 24, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("_PIECE_ROWS", 1),
+            ("_SQUARE_ROWS", 1),
+            ("_GEMM_ROWS", block),
+            ("_GEMM_KEYS", at_once),
+        ):
+            patch.setattr(cpu, name, value)
+        out, lse = cpu.attend(q, k, v, scale=0.3, causal=causal)
+    expected, expected_lse = reference.attend(q, k, v, scale=0.3, causal=causal)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(600, 600), (200, 2300), (43, 4100)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_long_pieces_equal_the_reference(queries: int, keys: int, group: int) -> None:
+    """Oracle: softmax in fp64 at the sizes where GEMMs take over, and one thread against two."""
+    q, _, _ = rows(queries, 2 * group, 2, 16, 0)
+    _, k, v = rows(keys, 2 * group, 2, 16, 1)
+    expected, _ = reference.attend(q, k, v, scale=0.3, causal=queries == keys)
+    before, outs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            outs.append(cpu.attend(q, k, v, scale=0.3, causal=queries == keys))
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(outs[0][0].double(), expected, rtol=0, atol=3e-6)
+    assert all(torch.equal(one, two) for one, two in zip(*outs, strict=True))
+
+
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(1, 30), min_size=1, max_size=6), queries=st.integers(1, 5))
 def test_merged_pieces_equal_one(cuts: list[int], queries: int) -> None:

@@ -54,7 +54,7 @@ FORMS: Sequence[tuple[Quant, Prefill]] = (
     ("int4", "exact"),
     ("int8", "exact"),
     ("int4", "bfloat16"),
-    ("int8", "bfloat16"),
+    ("int8", "int16"),
     ("int8", "int8"),
 )
 DECODE = "decode"
@@ -207,7 +207,7 @@ def _errors(path: Path) -> list[Figure]:
             float((compute(form) - exact).abs().max() / (exact.max() - exact.min())),
             "of its range",
         )
-        for prefill, form in (("bfloat16", Form.MANY_ROUNDED), ("int8", Form.MANY_INT8))
+        for prefill, form in (("int16", Form.MANY_INT16), ("int8", Form.MANY_INT8))
     ]
 
 

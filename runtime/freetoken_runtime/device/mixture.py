@@ -24,6 +24,7 @@ from ..experts.placement import PlacementPolicy
 from ..kernels.experts.workers import Job, Workers
 from ..layers.expert import Expert
 from ..layers.routing import Routes
+from ..layers.rows import PickedRows, Rows
 from .accelerator import Accelerator, Mark
 from .host_records import HostRecords, record_of
 from .slots import DeviceSlot, DeviceSlots
@@ -358,7 +359,7 @@ class DeviceExperts:
         pairs_of = [(flat == number).nonzero()[:, 0] for number in experts]
         every = torch.cat(pairs_of)
         made = torch.empty(len(every), x.shape[1])
-        jobs, start = [], 0
+        jobs, start, of_layer = [], 0, Rows(x)
         for number, pairs in zip(experts, pairs_of, strict=True):
             expert = self.records.expert(self._pass.layer, number)
             rows = pairs.div(per_row, rounding_mode="floor")
@@ -367,7 +368,10 @@ class DeviceExperts:
                 if len(mine):
                     out = made[start : start + len(mine)]
                     jobs.append(
-                        Job(partial(_compute_rows, expert, x, mine, part.form, out), _stays)
+                        Job(
+                            partial(_compute_rows, expert, of_layer.pick(mine), part.form, out),
+                            _stays,
+                        )
                     )
                     start += len(mine)
         self.serving.workers.run(jobs)
@@ -379,10 +383,8 @@ class DeviceExperts:
         self.counts = replace(self.counts, computed=self.counts.computed + len(experts))
 
 
-def _compute_rows(
-    expert: Expert, x: torch.Tensor, rows: torch.Tensor, form: Form, out: torch.Tensor
-) -> None:
-    out.copy_(expert(x[rows], form))
+def _compute_rows(expert: Expert, rows: PickedRows, form: Form, out: torch.Tensor) -> None:
+    out.copy_(expert(rows, form))
 
 
 def _stays() -> None:

@@ -15,18 +15,24 @@ class _Rooms(local):
     """What one thread has; it ends with the thread."""
 
     def __init__(self) -> None:
-        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        self.by_use: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
 
 _rooms = _Rooms()
 
 
-def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor with anything in it, this thread's until it asks for this dtype again."""
-    count = prod(shape)
-    kept = _rooms.by_dtype.get(dtype)
+def room(*shape: int, dtype: torch.dtype = torch.float32, use: str = "weights") -> torch.Tensor:
+    """A tensor with anything in it, this thread's until it asks for this use and dtype again."""
+    count, key = prod(shape), (use, dtype)
+    kept = _rooms.by_use.get(key)
     if kept is None or len(kept) < count:
-        kept = _rooms.by_dtype[dtype] = torch.empty(0)  # the old one goes before the new one comes
+        kept = _rooms.by_use[key] = torch.empty(0)  # the old one goes before the new one comes
         with torch.inference_mode(False):  # usable in passes and by those who differentiate
-            kept = _rooms.by_dtype[dtype] = torch.empty(count, dtype=dtype)
+            kept = _rooms.by_use[key] = torch.empty(count, dtype=dtype)
     return kept[:count].view(shape)
+
+
+def forget(use: str) -> None:
+    """This thread's memory for a use goes as soon as nobody else holds it."""
+    for key in [key for key in _rooms.by_use if key[0] == use]:
+        del _rooms.by_use[key]

@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 
-from ..batch import Form, RowGroup
+from ..batch import Form
 from ..kernels.experts.cpu import clamped_glu, pad_rows
 from ..specs.moe import ClampedGlu, ExpertSpec
-from .linear import Linear
+from .linear import PARTS, Linear
 from .mlp import Activate, activation
+from .rows import PickedRows
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,18 @@ class Expert:
     down: Linear
     activate: Activate
 
-    def __call__(self, rows: torch.Tensor, form: Form) -> torch.Tensor:
-        """rows [m, H] fp32, m >= 1 -> [m, H] fp32 or bf16; a row's bits do not depend on m."""
+    def __call__(self, rows: PickedRows, form: Form) -> torch.Tensor:
+        """rows [m, H], m >= 1 -> [m, H] fp32 or bf16; a row's bits do not depend on m."""
         alone = form is Form.FEW and self.up.few_rows_batch and self.down.few_rows_batch
-        x = rows if alone else pad_rows(rows)
-        whole = (RowGroup(0, len(x), form),)
-        inner = self.activate(self.up(x, whole).float())
-        return self.down(inner, whole)[: len(rows)]
+        inner = self.activate(self._outer(rows, form, alone).float())
+        return self.down.apply(form, inner if alone else pad_rows(inner))[: len(rows)]
+
+    def _outer(self, rows: PickedRows, form: Form, alone: bool) -> torch.Tensor:
+        """What `up` makes of the rows, and of those they may be padded with."""
+        if form in PARTS and self.up.has_integer_forms:
+            return self.up.many_integers(rows, PARTS[form])
+        x = rows.plain()
+        return self.up.apply(form, x if alone else pad_rows(x))
 
     @property
     def size_bytes(self) -> int:

@@ -2,7 +2,7 @@
 """Linear layers: one weight value, a kernel form for many rows and one for few."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,10 @@ from ..batch import Form, RowGroup
 from ..kernels.dense_linear.cpu import is_row_invariant, linear, linear_from_two
 from ..kernels.int4_linear import cpu as int4
 from ..kernels.int8_linear import cpu as int8
+from .rows import PickedRows, Rows
 
+# Parts of int8 that make a number of the rows, in the forms that have such.
+PARTS: Mapping[Form, int] = {Form.MANY_INT8: 1, Form.MANY_INT16: 2}
 # Dequantised weights live for one GEMM; larger matrices are taken in slices of this many elements.
 _SLICE_ELEMENTS = 4 << 20
 
@@ -20,11 +23,13 @@ class Linear(ABC):
 
     `few_rows_batch`: in the FEW form a row's result is the same bits whatever rows stand beside
     it, so rows of several sequences may share a group. `format`: for reports, how weights are held.
+    `has_integer_forms`: whether `many_integers` is a form of its own, for any number of rows.
     """
 
     outputs: int
     inputs: int
     format: str
+    has_integer_forms: bool = False
 
     @property
     @abstractmethod
@@ -38,9 +43,9 @@ class Linear(ABC):
         """`many` with activations in bf16, where that is a form of its own."""
         return self.many(x)
 
-    def many_int8(self, x: torch.Tensor) -> torch.Tensor:
-        """`many` with activations in int8, a scale for each row, where that is a form."""
-        return self.many(x)
+    def many_integers(self, rows: PickedRows, parts: int) -> torch.Tensor:
+        """`many` with rows in `parts` parts of int8, where that is a form of its own."""
+        return self.many(rows.plain())
 
     @abstractmethod
     def few(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,10 +62,11 @@ class Linear(ABC):
     def __call__(self, x: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
         """x [T, K] fp32, its rows covered by `groups` in order -> [T, N] fp32 or bf16."""
         if len(groups) == 1:
-            return self._form(groups[0].form, x)
-        return torch.cat([self._form(g.form, x[g.start : g.stop]) for g in groups])
+            return self.apply(groups[0].form, x)
+        return torch.cat([self.apply(g.form, x[g.start : g.stop]) for g in groups])
 
-    def _form(self, form: Form, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, form: Form, x: torch.Tensor) -> torch.Tensor:
+        """One group: x [n, K] fp32 -> [n, N] fp32 or bf16; n >= 16 in every form but FEW."""
         match form:
             case Form.FEW:
                 return self.few(x)
@@ -68,8 +74,8 @@ class Linear(ABC):
                 return self.many(x)
             case Form.MANY_ROUNDED:
                 return self.many_rounded(x)
-            case Form.MANY_INT8:
-                return self.many_int8(x)
+            case Form.MANY_INT16 | Form.MANY_INT8:
+                return self.many_integers(Rows(x).pick(None), PARTS[form])
 
 
 class DenseLinear(Linear):
@@ -113,6 +119,7 @@ class IntegerLinear(Linear):
         self.inputs = weight.inputs
         if isinstance(weight, int8.PackedInt8):
             self.outputs, self.format = len(weight.values), "int8"
+            self.has_integer_forms = True
         else:
             self.outputs, self.format = weight.outputs, f"int4 in groups of {weight.size}"
 
@@ -128,15 +135,14 @@ class IntegerLinear(Linear):
 
     def many_rounded(self, x: torch.Tensor) -> torch.Tensor:
         rounded, weight = x.bfloat16(), self._weight
-        if isinstance(weight, int8.PackedInt8):
-            return self._in_slices(lambda rows: int8.many_rounded(rounded, weight, rows))
+        if isinstance(weight, int8.PackedInt8):  # among matrices of int4, a head
+            return self.many(x)
         return self._in_slices(lambda rows: int4.many_rounded(rounded, weight, rows))
 
-    def many_int8(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self._weight
-        assert isinstance(weight, int8.PackedInt8), "refused by the configuration"
-        activations = int8.quantise_rows(x)
-        return self._in_slices(lambda rows: int8.many_int8(activations, weight, rows))
+    def many_integers(self, rows: PickedRows, parts: int) -> torch.Tensor:
+        assert isinstance(self._weight, int8.PackedInt8), "refused by the configuration"
+        out = int8.many_integers(rows.integers(parts), self._weight)
+        return out if self._bias is None else out.add_(self._bias)
 
     def _in_slices(self, compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         """[n, N] fp32 from some outputs at a time."""

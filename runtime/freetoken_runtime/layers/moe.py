@@ -25,6 +25,7 @@ from .mlp import Mlp
 from .mlp import build as build_mlp
 from .parts import Parts
 from .routing import Routes, margins, route
+from .rows import Rows
 
 Observer = Callable[[torch.Tensor], None]
 
@@ -135,10 +136,12 @@ class Moe:
     def _mix(self, x: torch.Tensor, routes: Routes, parts: Sequence[RowGroup]) -> torch.Tensor:
         """Every expert once, for the rows of all parts: it may have come from far."""
 
-        def compute(served: Served, rows: torch.Tensor, part: int) -> torch.Tensor:
+        rows_of = [Rows(x[part.start : part.stop]) for part in parts]
+
+        def compute(served: Served, numbers: torch.Tensor | None, part: int) -> torch.Tensor:
             if served.prepare is not None:
                 served.prepare()
-            return served.expert(rows, parts[part].form)
+            return served.expert(rows_of[part].pick(numbers), parts[part].form)
 
         def serve(groups: Sequence[ExpertRows]) -> Generator[Task]:
             wanted = [Demand(group.expert, len(group.pairs)) for group in groups]
@@ -146,9 +149,9 @@ class Moe:
                 yield Task(served.index, partial(compute, served), served.release)
 
         ends = [part.stop for part in parts]
-        fetched = self._foresight is not None and any(part.form is Form.MANY for part in parts)
+        fetched = self._foresight is not None and any(part.form is not Form.FEW for part in parts)
         with self.workers.instead_of_team() if fetched else nullcontext():
-            return mix(x, routes.chosen, routes.weights, serve, ends, self.workers)
+            return mix(x.shape[1], routes.chosen, routes.weights, serve, ends, self.workers)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

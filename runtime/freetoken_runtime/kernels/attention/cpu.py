@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over one piece of keys by torch's flash kernel for CPUs, and the merge of pieces.
+"""Attention over one piece of keys, and the merge of pieces.
 
-The kernel kills the process on zero keys or zero queries, and its causal mask starts at the top
-left, so `causal` is for a square only: both are asserted here.
+Few queries go to torch's flash kernel for CPUs. It kills the process on zero keys or zero queries,
+and its causal mask starts at the top left, so `causal` is for a square only: both are asserted
+here. Many go through oneDNN's GEMMs, the queries of a group of heads side by side: nearly twice as
+fast (docs/decisions/0090-attention-by-gemm.md).
 
 A single query goes in as one row per head of its group (docs/decisions/0016-one-query.md): the
 kernel's own path for one row is slower and splits keys by threads, so that its bits change when the
@@ -10,14 +12,21 @@ engine drops to one thread. That path is left for models without groups, where i
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad
 
 from ..activations import sigmoid
+from ..dense_linear.cpu import has_onednn, linear
 
 _BLOCK, _MAX_BLOCK = 64, 512  # queries that share a mask: no fewer, no more
 _ROWS = 4  # products with fewer rows depend on the number of threads
+_GEMM_ROWS = 512  # of one GEMM: the queries of a group's heads; with
+_GEMM_KEYS = 2048  # these keys, 4 MiB of scores
+_SQUARE_ROWS, _SQUARE_QUERIES = 1024, 512  # a causal square from either on: half of it is masked
+_MAX_QUERIES = 256
+_PIECE_ROWS = 128  # queries of a group that pay for putting a piece's heads apart
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -31,6 +40,12 @@ def attend(
     assert queries and keys and (not causal or queries == keys), (queries, keys, causal)
     if queries == 1 and q.shape[1] > k.shape[1]:
         return _attend_one(q, k, v, scale)
+    rows = queries * (q.shape[1] // k.shape[1])
+    many = rows >= _PIECE_ROWS
+    if causal:
+        many = rows >= _SQUARE_ROWS or queries >= _SQUARE_QUERIES
+    if many and has_onednn():
+        return _attend_many(q, k, v, scale, causal)
     out, lse = _flash(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -56,6 +71,51 @@ def _attend_one(
         rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], 0.0, False, scale=scale
     )
     return out[:, :, :group].reshape(1, heads, dim), lse[:, :, :group].reshape(1, heads)
+
+
+def _attend_many(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of queries, each against the keys that it sees, a group of heads at a time."""
+    queries, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    out, lse = q.new_empty(queries, kv_heads, group, dim), q.new_empty(queries, kv_heads, group)
+    block = min(queries, _MAX_QUERIES, max(16, _GEMM_ROWS // group // 16 * 16))
+    scaled = (q * scale).view(queries, kv_heads, group, dim)
+    for head in range(kv_heads):
+        keys, values = k[:, head].contiguous(), v[:, head].contiguous()
+        for start in range(0, queries, block):
+            rows = scaled[start : start + block, head].transpose(0, 1)  # [group, block, dim]
+            count = rows.shape[1]
+            seen = start + count if causal else len(keys)
+            firsts = range(0, start + 1 if causal else seen, _GEMM_KEYS)
+            parts = []
+            for first, stop in zip(firsts, [*firsts[1:], seen], strict=True):
+                scores = linear(rows.reshape(-1, dim), keys[first:stop])
+                if causal and stop > start:
+                    scores.view(group, count, -1)[:, :, start - first :].add_(_later(count))
+                parts.append(_weigh(scores, values[first:stop]))
+            mixed, sums = _joined(parts)
+            out[start : start + count, head] = mixed.view(group, count, dim).transpose(0, 1)
+            lse[start : start + count, head] = sums.view(group, count).t()
+    return out.view(queries, heads, dim), lse.view(queries, heads)
+
+
+def _weigh(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores [m, S], overwritten, values [S, D] -> softmax(scores) · values [m, D], the scores'
+    log-sum-exp [m]. Each row holds a finite score."""
+    largest = scores.amax(1, keepdim=True)
+    scores.sub_(largest).exp_()
+    sums = scores.sum(1, keepdim=True)
+    return linear(scores, values.t()).div_(sums), largest.add_(sums.log()).squeeze(1)
+
+
+@lru_cache(maxsize=8)
+def _later(count: int) -> torch.Tensor:
+    """[n, n]: minus infinity where key j comes after query i, else 0."""
+    with torch.inference_mode(False):
+        return torch.full((count, count), -math.inf).triu_(1)
 
 
 def attend_window(
@@ -101,19 +161,28 @@ def _band(queries: int, keys: int, window: int) -> torch.Tensor:
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Outputs over disjoint sets of keys -> the output over all of them, [n, Hq, D]."""
+    return _joined(parts)[0]
+
+
+def _joined(
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [..., D] and log-sum-exps [...] over disjoint sets of keys -> those over all."""
     merged, lse = parts[0]
-    for index, (out, other) in enumerate(parts[1:], 2):
+    for out, other in parts[1:]:
         # Not softmax and sum: over a first dimension their order depends on the number of threads.
-        merged = torch.lerp(merged, out, torch.sigmoid(other - lse)[..., None])
-        if index < len(parts):
-            lse = torch.logaddexp(lse, other)
-    return merged
+        merged = torch.lerp(merged, out, sigmoid(other - lse)[..., None])
+        lse = _log_of_sum(lse, other)
+    return merged, lse
+
+
+def _log_of_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """log(e^a + e^b), whose bits do not depend on where a number lies (torch.logaddexp's do)."""
+    return torch.maximum(a, b).add_((a - b).abs_().neg_().exp_().log1p_())
 
 
 def add_sinks(parts: list[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor) -> torch.Tensor:
     """`merge` with one more logit per head, `sinks` [Hq] fp32, that has no value: it takes its
     part of the softmax and adds nothing."""
-    lse = parts[0][1]
-    for _, other in parts[1:]:
-        lse = torch.logaddexp(lse, other)
-    return merge(parts) * sigmoid(lse - sinks)[..., None]
+    merged, lse = _joined(parts)
+    return merged * sigmoid(lse - sinks)[..., None]

@@ -17,10 +17,15 @@ from functools import partial
 
 import torch
 
+from ...errors import WorkerStalled
 from ...specs.moe import ClampedGlu
 from ..activations import sigmoid
+from ..working_memory import forget, room
 from .workers import Job, Workers
 
+_RESULTS = "results of experts"  # the use of their memory
+_KEPT_RESULTS = 16 << 20  # numbers; 64 MiB
+_STEPS = 8  # numbers of rows that are padded to in steps of one size
 PADDED_ROWS = 16  # a GEMM with at least so many rows gives a row the same bits whatever the others
 
 
@@ -46,8 +51,9 @@ def group_by_expert(chosen: torch.Tensor) -> Iterator[ExpertRows]:
         yield ExpertRows(expert, pairs)
 
 
-# Rows [m, H] of one part of the pass, m >= 1, and the part's number -> what an expert makes of them
-Compute = Callable[[torch.Tensor, int], torch.Tensor]
+# Numbers [m] of rows of one part of the pass, m >= 1, counted from the part's first (None: its only
+# row), and the part's number -> what an expert makes of those rows, [m, width]
+Compute = Callable[[torch.Tensor | None, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,37 +73,51 @@ _ALONE = Workers()
 
 
 def mix(
-    x: torch.Tensor,
+    width: int,
     chosen: torch.Tensor,
     weights: torch.Tensor,
     serve: Serve,
     ends: Sequence[int],
     workers: Workers = _ALONE,
 ) -> torch.Tensor:
-    """x [n, H] fp32, chosen [n, k] int64, weights [n, k] fp32 -> [n, H] fp32. `ends`: where each
-    part of the rows ends that is to be computed by itself, ascending, the last one n. Whatever it
-    raises, no task is computed or held any more; `WorkerStalled`: one is, but nobody waits."""
+    """chosen [n, k] int64, weights [n, k] fp32 -> [n, width] fp32. `ends`: where each part of the
+    rows ends that is to be computed by itself, ascending, the last one n. Whatever it raises, no
+    task is computed or held any more; `WorkerStalled`: one is, but nobody waits."""
     slots = chosen.shape[1]
-    out = torch.empty(chosen.numel(), x.shape[1])  # every (row, slot) is written exactly once
+    out = _results(chosen.numel(), width)  # every (row, slot) is written exactly once
     groups = list(group_by_expert(chosen))
     pairs_of = {group.expert: group.pairs for group in groups}
-    cuts = [end * slots for end in ends]
+    starts, cuts = [0, *ends], [end * slots for end in ends]
 
     def work(task: Task, pairs: torch.Tensor) -> None:
         for part, of_part in _by_part(pairs, cuts):
-            rows = x if len(x) == 1 else x[of_part.div(slots, rounding_mode="floor")]
-            out.index_copy_(0, of_part, task.compute(rows, part).float())
+            numbers = None
+            if len(chosen) > 1:
+                numbers = of_part.div(slots, rounding_mode="floor").sub_(starts[part])
+            out.index_copy_(0, of_part, task.compute(numbers, part).float())
 
-    with closing(serve(groups)) as tasks:
-        workers.run(
-            Job(partial(work, task, pairs_of.pop(task.expert)), task.release) for task in tasks
-        )
+    try:
+        with closing(serve(groups)) as tasks:
+            workers.run(
+                Job(partial(work, task, pairs_of.pop(task.expert)), task.release) for task in tasks
+            )
+    except WorkerStalled:
+        forget(_RESULTS)  # the one that nobody waits for may still write there
+        raise
     assert not pairs_of, list(pairs_of)
-    parts, shares = out.view(len(x), slots, -1).unbind(1), torch.split(weights, 1, 1)
+    parts, shares = out.view(len(chosen), slots, width).unbind(1), torch.split(weights, 1, 1)
     mixed = parts[0] * shares[0]
     for part, share in zip(parts[1:], shares[1:], strict=True):
         mixed.addcmul_(part, share)
     return mixed
+
+
+def _results(pairs: int, width: int) -> torch.Tensor:
+    """[pairs, width] fp32. Memory of this size comes from the system each time, which takes longer
+    than filling it; the thread keeps what a pass of the usual length needs."""
+    if pairs * width > _KEPT_RESULTS:
+        return torch.empty(pairs, width)
+    return room(pairs, width, use=_RESULTS)
 
 
 def _by_part(pairs: torch.Tensor, ends: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -112,9 +132,13 @@ def _by_part(pairs: torch.Tensor, ends: Sequence[int]) -> Iterator[tuple[int, to
 
 
 def pad_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [m, H] with rows of zeros up to PADDED_ROWS."""
-    missing = PADDED_ROWS - len(rows)
-    return rows if missing <= 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    """Rows [m, H] with rows of zeros up to PADDED_ROWS, or to the next of a few numbers: oneDNN
+    compiles a kernel for each number of rows, which takes as long as an expert does."""
+    step = PADDED_ROWS
+    while len(rows) > _STEPS * step:
+        step *= 2
+    missing = max(-len(rows) % step, PADDED_ROWS - len(rows))
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def clamped_glu(rows: torch.Tensor, spec: ClampedGlu) -> torch.Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 weights: torch's op for few rows, dequantise and fp32 GEMM for many; and two forms for many
-that round activations: to bf16 (the integers are exact in it), and to int8.
+"""int8 weights: torch's op for few rows, dequantise and fp32 GEMM for many; and for many whose
+activations may be rounded, products of integers, with activations of one or two int8 parts.
 
 The op reads beyond its rows (and crashes) unless K is a multiple of 16, so K is padded with zeros.
 """
@@ -11,11 +11,11 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from ..dense_linear.cpu import linear
 from ..integers import Int8Values
 from ..working_memory import room
 
 MULTIPLE = 16
+_SUMS = 4 << 20  # int32 sums that are in memory at once
 _op = torch.ops.aten._weight_int8pack_mm.default
 
 
@@ -53,32 +53,46 @@ def dequantise(weight: PackedInt8, rows: slice) -> torch.Tensor:
     return room(*values.shape).copy_(values).mul_(weight.scales[rows].float()[:, None])
 
 
-def many_rounded(x: torch.Tensor, weight: PackedInt8, rows: slice) -> torch.Tensor:
-    """x [n, K] bf16 -> [n, stop - start] fp32. Sums are rounded to bf16, as `few` does it."""
-    values = weight.values[rows, : weight.inputs]
-    integers = room(*values.shape, dtype=torch.bfloat16).copy_(values)
-    return linear(x, integers).float().mul_(weight.scales[rows].float())
-
-
 @dataclass(frozen=True)
-class QuantisedRows:
-    """x[i] = values[i] · scales[i], nearly: rounded to the 127th part of its row's largest."""
+class IntegerRows:
+    """Rows as integers of one or two int8 parts, the higher one first:
+    x[i] = (values[0, i] · 128 + values[1, i]) · scales[i], nearly."""
 
-    values: torch.Tensor  # [n, K] int8
+    values: torch.Tensor  # [parts, n, K] int8
     scales: torch.Tensor  # [n, 1] fp32; NaN or infinite where a row holds such a number
 
-
-def quantise_rows(x: torch.Tensor) -> QuantisedRows:
-    """x [n, K] fp32; each row by itself, so that none depends on another."""
-    scales = x.abs().amax(1, keepdim=True).div_(127.0)
-    steps = x / torch.where(scales == 0, 1.0, scales)
-    return QuantisedRows(steps.round_().to(torch.int8), scales)
+    def pick(self, numbers: torch.Tensor) -> "IntegerRows":
+        return IntegerRows(self.values.index_select(1, numbers), self.scales[numbers])
 
 
-def many_int8(x: QuantisedRows, weight: PackedInt8, rows: slice) -> torch.Tensor:
-    """-> [n, stop - start] fp32. Sums of integers are exact: only x is rounded."""
-    sums = torch._int_mm(x.values, weight.values[rows, : weight.inputs].t())
-    return sums.float().mul_(x.scales).mul_(weight.scales[rows].float())
+def quantise_rows(x: torch.Tensor, parts: int) -> IntegerRows:
+    """x [n, K] fp32, rounded to the 127th part of its row's largest number, or with two parts to
+    the 16,256th; each row by itself, so that none depends on another."""
+    scales = x.abs().amax(1, keepdim=True).div_(127.0 * 128.0 ** (parts - 1))
+    steps = (x / torch.where(scales == 0, 1.0, scales)).round_()
+    values = torch.empty(parts, *x.shape, dtype=torch.int8)
+    if parts == 2:
+        high = (steps / 128.0).round_()
+        values[0] = high
+        steps.sub_(high, alpha=128.0)
+    values[-1] = steps
+    return IntegerRows(values, scales)
+
+
+def many_integers(x: IntegerRows, weight: PackedInt8) -> torch.Tensor:
+    """-> [n, N] fp32. Sums of products are exact: only x is rounded."""
+    parts, count, inputs = x.values.shape
+    values = pad(x.values, (0, weight.values.shape[1] - inputs)).view(parts * count, -1)
+    out, scales = torch.empty(count, len(weight.values)), weight.scales.float()
+    step = max(64, _SUMS // (parts * count) // 64 * 64)
+    for start in range(0, len(weight.values), step):
+        outputs = slice(start, start + step)
+        sums = torch._int_mm(values, weight.values[outputs].t())
+        part = out[:, outputs].copy_(sums[:count])
+        if parts == 2:
+            part.mul_(128.0).add_(sums[count:])
+        part.mul_(x.scales).mul_(scales[outputs])
+    return out
 
 
 @lru_cache(maxsize=1)
