@@ -23,7 +23,7 @@ from .segments import Content, Edit, Reply, Segment, Usage
 from .tool_calls import ToolCall, ToolOutcome
 from .tool_results import ResultLimit
 from .tools import AnyTool, ToolFunction
-from .toolsets import Toolset, known_tools
+from .toolsets import Toolset, as_tools, known_tools
 
 if TYPE_CHECKING:
     from .loop import Run
@@ -159,8 +159,8 @@ class Agent(Generic[Deps, Output]):
         from .agent_checks import check_agent
 
         object.__setattr__(self, "_output", OutputType.of(self.output_type))
+        object.__setattr__(self, "tools", as_tools(self.tools))  # read once, not in each run
         check_agent(self)
-        object.__setattr__(self, "tools", tuple(self.tools))
         object.__setattr__(self, "toolsets", tuple(self.toolsets))
         object.__setattr__(self, "context_rules", tuple(self.context_rules))
 

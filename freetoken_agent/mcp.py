@@ -250,7 +250,8 @@ class MCPServer:
         return MCPServerFailed(
             f"the MCP server {what}: {' '.join(str(why).split())}",
             value=self.name,
-            remedy="look at what it logs, start it by hand, and see that command or url are right",
+            remedy="look at what it logs, start it by hand, see that command or url are right; "
+            "one that takes long to start needs another connect_timeout_s",
         )
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError, SchemaError, to_json
+from typing_extensions import Doc
 
 from .argument_problems import misread_in, preview, problems_in
 from .coercion import coerce
@@ -262,8 +263,18 @@ def _field(parameter: _Parameter, documentation: Documentation) -> tuple[Any, Fi
     if not any(one.alias or one.validation_alias for one in said):
         added["alias"] = parameter.name
     if not any(one.description for one in said):
-        added["description"] = documentation.parameters.get(parameter.name)
+        documented = documentation.parameters.get(parameter.name)
+        added["description"] = _noted(parameter.annotation) or documented
     return Annotated[parameter.annotation, Field(**added)], own
+
+
+def _noted(annotation: Any) -> str | None:
+    """What `Annotated[…, "text"]` says, or `Doc("text")`."""
+    for one in get_args(annotation)[1:] if get_origin(annotation) is Annotated else ():
+        text = one.documentation if isinstance(one, Doc) else one
+        if isinstance(text, str):
+            return text
+    return None
 
 
 def _shown_default(parameter: _Parameter) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from .store import Store
 from .testing import ScriptedModel
 from .tool_calls import ToolCall, ToolOutcome, execute
 from .tools import ToolFunction, as_tool
+from .toolsets import Toolbox
 
 __all__ = ["call_tool"]
 
@@ -25,7 +26,7 @@ async def call_tool(
 ) -> ToolOutcome:
     """What the model would see of a call with these arguments, which are read and checked like a
     model's. The tool's `RunContext` has `deps`, `retry`, and `session` or an empty one."""
-    tool = as_tool(function)
+    [tool] = Toolbox([as_tool(function)]).tools
     if session is None and tool.takes_context:
         with Store(":memory:") as store:
             session = store.create("tool-test", ScriptedModel())

@@ -28,13 +28,18 @@ class ToolList:
 
     tools: Sequence[ToolFunction]  # of `@tool`, or plain functions
     prefix: str = ""  # empty: the tools keep their names
+    _prefixed: Sequence[AnyTool] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        prefixed = tuple(one.prefixed(self.prefix) for one in as_tools(self.tools))
+        object.__setattr__(self, "_prefixed", prefixed)
 
     @property
     def known_tools(self) -> Sequence[AnyTool]:
-        return [as_tool(one).prefixed(self.prefix) for one in self.tools]
+        return self._prefixed
 
     async def list_tools(self) -> Sequence[AnyTool]:
-        return self.known_tools
+        return self._prefixed
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,17 @@ class Toolbox:
         return self._by_name[name] if name in self.names else None
 
 
+def as_tools(tools: Sequence[ToolFunction]) -> tuple[AnyTool, ...]:
+    """Each as `as_tool` makes it; InvalidTool for what is no list."""
+    _check_list("tools", tools)
+    return tuple(map(as_tool, tools))
+
+
 def known_tools(
     tools: Sequence[ToolFunction], toolsets: Sequence[Toolset] = ()
 ) -> tuple[AnyTool, ...]:
     """What is known without asking a server; ToolNameTaken at construction of an agent."""
-    _check_list("tools", tools)
+    own = as_tools(tools)
     _check_list("toolsets", toolsets)
     for toolset in toolsets:
         if not isinstance(toolset, Toolset):
@@ -105,7 +116,7 @@ def known_tools(
                 "single tools go into tools=",
             )
     known = [one for toolset in toolsets for one in toolset.known_tools or ()]
-    return tuple(Toolbox([*map(as_tool, tools), *known]).tools)
+    return tuple(Toolbox([*own, *known]).tools)
 
 
 async def listed_tools(

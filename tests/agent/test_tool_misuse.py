@@ -228,3 +228,9 @@ async def test_a_cancel_of_the_call_still_ends_it() -> None:
     flying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await flying
+
+
+async def test_a_method_is_tested_with_its_instance() -> None:
+    """Oracle: the documented error, as an agent has it, not one of Python's from inside."""
+    with pytest.raises(InvalidTool, match=r"method without its instance.*instance\.generic"):
+        await call_tool(Meter.generic, {"x": 1})

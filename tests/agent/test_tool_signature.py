@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NotRequired
 import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
-from typing_extensions import TypedDict
+from typing_extensions import Doc, TypedDict
 
 from freetoken_agent import InvalidTool, RunContext, Tool, tool
 from freetoken_agent.constraint import check_schema
@@ -498,3 +498,30 @@ def test_types_of_a_tool_are_checked() -> None:
     """For type checkers a tool has its function's types; at run time it is generic over them."""
     made: Tool[[str, int], str] = tool(google, name="weather")
     assert made("Oslo", 2) == "Oslo 2"
+
+
+def test_a_text_in_annotated_describes_a_parameter() -> None:
+    """Oracle: the descriptions; `Field` comes first, the docstring last."""
+
+    @tool
+    def find(
+        city: Annotated[str, "In English."],
+        days: Annotated[int, Field(ge=1), Doc("How many.")],
+        unit: Annotated[str, Field(description="c or f"), "not this"],
+        plain: Annotated[int, 5],
+    ) -> str:
+        """Find it.
+
+        Args:
+            city: Not this.
+            plain: From here.
+        """
+        return city
+
+    shown = {name: one["description"] for name, one in find.parameters["properties"].items()}
+    assert shown == {
+        "city": "In English.",
+        "days": "How many.",
+        "unit": "c or f",
+        "plain": "From here.",
+    }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from freetoken_agent import InvalidTool, Tool, ToolList, ToolNameTaken, Toolset, tool
+from freetoken_agent import Agent, InvalidTool, Tool, ToolList, ToolNameTaken, Toolset, tool
 from freetoken_agent.tool_testing import call_tool
 from freetoken_agent.toolsets import Toolbox, known_tools, listed_tools
 
@@ -131,3 +131,20 @@ def test_a_method_needs_its_instance() -> None:
     assert Toolbox([Files().list_files]).names == ("list_files",)
     with pytest.raises(InvalidTool, match="instance.list_files"):
         Toolbox([Files.list_files])
+
+
+def test_functions_are_read_once() -> None:
+    """Oracle: the very same tools each time, and after `replace`; a mistake in a list shows where
+    the list is made."""
+
+    def plain(x: int) -> int:
+        return x
+
+    readers = ToolList([plain], prefix="my")
+    assert readers.known_tools[0] is readers.known_tools[0]
+    agent = Agent(tools=[plain])
+    assert agent.known_tools[0] is agent.replace(name="other").known_tools[0]
+    with pytest.raises(InvalidTool, match="has no type"):
+        ToolList([lambda x: x])
+    with pytest.raises(InvalidTool, match="tools are a list"):
+        ToolList(plain)  # type: ignore[arg-type]
