@@ -144,7 +144,7 @@ def test_functions_are_read_once() -> None:
     assert readers.known_tools[0] is readers.known_tools[0]
     agent = Agent(tools=[plain])
     assert agent.known_tools[0] is agent.replace(name="other").known_tools[0]
-    with pytest.raises(InvalidTool, match="has no type"):
+    with pytest.raises(InvalidTool, match="pass name="):
         ToolList([lambda x: x])
     with pytest.raises(InvalidTool, match="tools are a list"):
         ToolList(plain)  # type: ignore[arg-type]
