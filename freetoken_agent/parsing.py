@@ -214,7 +214,8 @@ class StreamParser:
         found = [(text.find(marker.core, self._search), marker) for marker in markers]
         hits = [(at, marker) for at, marker in found if at >= 0]
         if not hits:
-            certain = len(text) - _held_back(text[self._emitted :], markers)
+            seen = text[min(self._search, self._emitted) :]
+            certain = len(text) - _held_back(seen, markers)
             self._snap_begin(certain)
             self._delta(certain)
             self._search = max(self._search, len(text) - _longest(markers) + 1)
