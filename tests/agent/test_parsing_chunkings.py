@@ -7,6 +7,7 @@ is the oracle; what streams must join to it.
 """
 
 import json
+import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 from freetoken_agent.call_format import QuotedCalls, TaggedCalls
+from freetoken_agent.call_spelling import Literally
 from freetoken_agent.call_writing import CallWriting, learn_call_writing
 from freetoken_agent.errors import TemplateUnsupported
 from freetoken_agent.json_values import equal
@@ -49,6 +51,9 @@ TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja") if path.stem != 
 ALL = [f"template {name}" for name in TEMPLATES] + [f"format {name}" for name in FORMATS]
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 CONTROL = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|\[[A-Z_/]{4,}\]|<\|\"\|>|</?tool_call\|?>")
+
+
+INDENTED = "\x85\u2028\u2029"  # line ends to Jinja's `indent`, which puts blanks behind them
 
 
 class Chunks(ByteTokenizer):
@@ -217,8 +222,10 @@ def laid_out(setup: Setup, script: Script) -> tuple[list[Item], list[str], Any]:
 
 def behind(opener: str, gap: str) -> str:
     """What of a gap the model writes behind the generation opener."""
-    shared = max(size for size in range(len(gap) + 1) if opener.endswith(gap[:size]))
-    return gap[shared:] if shared else beyond(opener, gap)
+    ending = max(size for size in range(len(gap) + 1) if opener.endswith(gap[:size]))
+    if ending < len(os.path.commonprefix([opener, gap])):
+        return beyond(opener, gap)
+    return gap[ending:]
 
 
 def respelled(unit: str, arguments: Mapping[str, object], spelling: int) -> str:
@@ -260,11 +267,17 @@ def suits(setup: Setup, script: Script) -> bool:
     strings = [text for _, arguments in script.calls for text in strings_of(arguments)]
     if any(tag.strip() in text for tag in barred for text in strings):
         return False
+    if any(character in text for character in INDENTED for text in strings):
+        return "\n    " not in joined(setup.writing)
     if isinstance(calls, TaggedCalls):
         tops = [v for _, arguments in script.calls for v in arguments.values()]
         if any(isinstance(v, str) and (reads_as_value(v) or v != v.strip()) for v in tops):
             return False
     return True
+
+
+def joined(writing: CallWriting) -> str:
+    return "".join(part.text for part in writing.unit if isinstance(part, Literally))
 
 
 def strings_of(value: object) -> list[str]:
