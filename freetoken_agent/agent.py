@@ -109,6 +109,12 @@ class Hooks:
     before_edit: BeforeEdit | None = None
     on_edit: OnEdit | None = None
 
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise InvalidAgent(f"the hook {name} is no function", value=hook)
+
 
 @dataclass(frozen=True)
 class Result(Generic[Output]):
@@ -159,6 +165,7 @@ class Agent(Generic[Deps, Output]):
         from .agent_checks import check_agent
 
         object.__setattr__(self, "_output", OutputType.of(self.output_type))
+        object.__setattr__(self, "hooks", Hooks() if self.hooks is None else self.hooks)
         object.__setattr__(self, "tools", as_tools(self.tools))  # read once, not in each run
         check_agent(self)
         object.__setattr__(self, "toolsets", tuple(self.toolsets))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is checked when an agent is made, so that no run finds it out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .constraint import UnsupportedSchema, check_schema
@@ -9,6 +9,7 @@ from .context_rules import ContextRule
 from .errors import InvalidAgent
 from .generate_options import GenerateOptions
 from .model import InvalidSampling
+from .tool_results import ResultLimit
 from .toolsets import Toolbox
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _POLICIES = ("replace", "keep", "error")
 def check_agent(agent: "Agent[Any, Any]") -> None:
     """InvalidAgent, InvalidTool, ToolNameTaken, UnsupportedSchema, InvalidOutputType,
     InvalidSampling."""
+    _check_kinds(agent)
     if not agent.name:
         raise InvalidAgent("an agent needs a name", value=agent.name)
     if agent.prompt_policy not in _POLICIES:
@@ -49,6 +51,28 @@ def check_agent(agent: "Agent[Any, Any]") -> None:
     schema = agent.output.schema
     if schema is not None:
         _check("the output type", schema)
+
+
+def _check_kinds(agent: "Agent[Any, Any]") -> None:
+    from .agent import Hooks, Limits
+
+    model = agent.model
+    if model is not None and not isinstance(model, str) and not hasattr(model, "generate"):
+        raise InvalidAgent(
+            "this is no model", value=model, remedy="pass a LocalModel, or the name of a pulled one"
+        )
+    kinds: tuple[tuple[str, Any, type], ...] = (
+        ("name", "a text", str),
+        ("sampling", "a dict of options of generate", Mapping),
+        ("limits", "Limits(…)", Limits),
+        ("hooks", "Hooks(…), or None", Hooks),
+        ("result_limit", "ResultLimit(…)", ResultLimit),
+        ("context_rules", "a list of rules", Sequence),
+    )
+    for name, wanted, kind in kinds:
+        value = getattr(agent, name)
+        if not isinstance(value, kind):
+            raise InvalidAgent(f"{name} of an agent cannot be this", value=value, limit=wanted)
 
 
 def check_choice(choice: str, toolbox: Toolbox) -> None:
