@@ -76,12 +76,21 @@ class Rules:
         name = self.rule(content, options=f"[suffix={quoted(parts[0])}]")
         return f"{name} {self._spelled(parts[1:])}".rstrip()
 
-    def content(self, never: Sequence[str], never_first: Sequence[str]) -> str:
-        """A terminal: text in which the former do not occur, and that does not begin with the
-        latter, blanks aside. Control tokens cannot stand in it anyway."""
+    def string(self, bounds: Sequence[str], end: str) -> str:
+        """A text within these patterns, and the literal that ends it. It is read back by what it
+        looks like: where a control token ends it, plain text must not look like that."""
+        is_control = isinstance(self._tokenizer.split_frame(end)[0], int)
+        return self.until(end, self.content([end.strip()] if is_control else [], (), bounds))
+
+    def content(
+        self, never: Sequence[str], never_first: Sequence[str], bounds: Sequence[str] = (ANY,)
+    ) -> str:
+        """A terminal: text within these patterns, in which the former literals do not occur, and
+        that does not begin with the latter, blanks aside. Control tokens cannot stand in it."""
         barred = [f"{ANY}{_escaped(text)}{ANY}" for text in never]
         barred += [f"{_SPACE}*{_escaped(text)}{ANY}" for text in never_first]
-        return self.terminal(" & ".join([f"/{ANY}/", *(f"~/{pattern}/" for pattern in barred)]))
+        held = [*(f"/{bound}/" for bound in bounds), *(f"~/{pattern}/" for pattern in barred)]
+        return self.terminal(" & ".join(held))
 
     def value(self, schema: Mapping[str, Any] | bool, spelling: Mapping[str, Any]) -> str:
         """A JSON value. `spelling`: llguidance's options, such as separators."""

@@ -106,8 +106,7 @@ class _Spelling:
             bounds.append(rf"(.|\n){{{least},{most}}}")
         bounds += filter(None, [FORMATS.get(schema.get("format", ""))])
         bounds += filter(None, [searched(schema.get("pattern"))])
-        content = " & ".join(f"/{bound}/" for bound in bounds or [ANY])
-        return self._rules.until(close, self._rules.terminal(content))
+        return self._rules.string(bounds or [ANY], close)
 
     def _members(self, members: Sequence[_Member]) -> str:
         """Members in their order, at least one."""
@@ -168,7 +167,14 @@ class _Tagged(_Spelling):
         )
 
     def _closed(self, schema: Schema) -> str:
-        return f"{self._json(schema)} {self._rules.literal(self._tags.close)}"
+        """A value that is no text; truth and null also as Python writes them, as some templates
+        do."""
+        words = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
+        close = self._tags.close
+        if schema.get("type") in words:
+            options = [self._rules.plain(word, close) for word in words[schema["type"]]]
+            return self._rules.rule(" | ".join(options))
+        return f"{self._json(schema)} {self._rules.literal(close)}"
 
     def _alternatives(self, schema: Any, depth: int = 0) -> list[Schema]:
         """A schema without unions, lists of types and of constants, each as one alternative."""

@@ -42,6 +42,13 @@ def step_constraint(
             limit="tool_choice='auto' or 'none' without allowed_tools",
             remedy="use a template that shows calls whole",
         )
+    if place == "text" and choice == "required" and not writer.calls_after_text:
+        raise OptionUnsupported(
+            "this chat template has no place for a call behind a text",
+            value=options.tool_choice,
+            limit="tool_choice='auto' or 'none' where a text goes on",
+            remedy="delete the text, or let the model end its turn and ask again",
+        )
     if options.output_schema is not None:
         check_schema(options.output_schema)
     demand = Demand(
