@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run as a tree that grows: steps with their tokens, what the model says, its calls, results."""
 
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment as Piece
 from rich.text import Text
 from rich.tree import Tree
 
@@ -25,15 +29,27 @@ _WIDTH = 100
 
 
 class RunView:
-    """`tree` is to be shown; `take` lets it grow."""
+    """To be shown; `take` lets it grow. `calls`: those that were open before. While it `follows`,
+    it shows no more than the terminal can, the newest lines."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, calls: Sequence[Segment] = ()) -> None:
         self.tree = Tree(Text(title, style="bold"))
+        self.follows = True
+        self._open = {call.call_id: call for call in calls}
         self._step = self.tree
         self._heading = Text()
         self._said: tuple[str, Text] | None = None  # what is being written, by its kind
         self._calls: dict[str | None, Tree] = {}
         self._answered: set[str | None] = set()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self.tree, options.update(height=None), pad=False)
+        room = console.height - 1
+        if self.follows and console.is_terminal:
+            lines = lines[-room:]
+        for line in lines:
+            yield from line
+            yield Piece.line()
 
     def take(self, event: RunEvent) -> None:
         match event:
@@ -88,4 +104,6 @@ class RunView:
         line = " ".join(visible(text[: 2 * _WIDTH]).split())
         short = line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
         place = self._calls.get(call_id, self._step)
+        if place is self._step and call_id in self._open:
+            place = self._call(self._open[call_id])
         place.add(Text(f"→ {short}", style="red" if error else ""))

@@ -3,6 +3,7 @@
 command, and the script."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,34 @@ def test_a_pending_session_goes_on_when_somebody_can_be_asked(
     assert play("resting", "And now?", "--session", "kept", stdin="y\n").exit_code == 0
     said = [s.content for s in read(tmp_path).path() if s.kind in ("user", "tool_result", "text")]
     assert said == ["Clean", "removed a.txt", "Done.", "And now?", "Later."]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("import no_such_thing", "no_such_thing"), ("def f(:", "SyntaxError"), ("1 / 0", "1 / 0")],
+)
+def test_what_a_file_raises_is_shown_without_our_frames(
+    program: Path, play: Any, code: str, said: str
+) -> None:
+    """Oracle: the author's line, and no other file."""
+    program.write_text(f"# an agent\n{code}\n")
+    result = play("talker", "Hi")
+    assert result.exit_code == 1 and "cannot be imported" in result.stderr
+    assert said in result.stderr
+    files = [line for line in result.stderr.splitlines() if line.strip().startswith("File ")]
+    assert len(files) == 1 and str(program) in files[0] and "line 2" in files[0]
+
+
+def test_without_a_message_a_session_is_needed(play: Any) -> None:
+    """Oracle: the exit status of wrong usage."""
+    assert play("talker").exit_code == 2
+
+
+def test_a_pipe_gets_the_whole_answer(program: Path, play: Any) -> None:
+    """Oracle: every word of the script, beyond any width."""
+    words = [f"word{n}" for n in range(100)]
+    program.write_text(PROGRAM.replace("Hello [b]there[/b].", " ".join(words)))
+    assert re.findall(r"word\d+", play("talker", "Hi").stdout) == words
 
 
 @pytest.mark.parametrize(
