@@ -69,7 +69,8 @@ _POSITIVE = frozenset(("top_p", "repetition_penalty"))
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Options after checking."""
+    """Options after checking. `checked_after`: tools whose arguments somebody checks when their
+    calls are there: of their schemas only that has to bind the model which can."""
 
     thinking: bool | None = None
     sampling: SamplingOptions = SamplingOptions()
@@ -78,6 +79,7 @@ class GenerateOptions:
     allowed_tools: tuple[str, ...] | None = None
     parallel_tool_calls: bool = True
     output_schema: Mapping[str, Any] | None = None
+    checked_after: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> "GenerateOptions":

@@ -238,7 +238,10 @@ class Run(Generic[Output]):
     async def _model_call(self, request: StepRequest) -> AsyncGenerator[RunEvent, None]:
         step = ModelStep(
             self._session,
-            GenerateOptions.parse(self._options_of(request)),
+            replace(
+                GenerateOptions.parse(self._options_of(request)),
+                checked_after=self._toolbox.checked_after,
+            ),
             index=self._steps,
             group=self._writer.group,
         )

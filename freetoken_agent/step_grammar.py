@@ -54,7 +54,12 @@ def step_constraint(
     demand = Demand(
         place,
         choice,
-        tuple(_enforced(shape, strict=choice == "required") for shape in allowed),
+        tuple(
+            _enforced(
+                shape, strict=choice == "required" and shape.name not in options.checked_after
+            )
+            for shape in allowed
+        ),
         holds_several_calls(model, options),
         options.output_schema,
         _thinks(model, options),
@@ -107,8 +112,8 @@ def _shape(tool: Mapping[str, Any]) -> ToolShape:
 
 
 def _enforced(shape: ToolShape, *, strict: bool) -> ToolShape:
-    """A tool whose schema cannot be enforced gets any arguments, which are checked afterwards;
-    where a call is demanded, UnsupportedSchema."""
+    """A tool whose schema cannot be enforced gets any arguments, which are checked afterwards; if
+    `strict`, UnsupportedSchema."""
     try:
         check_schema(shape.parameters)
     except UnsupportedSchema:

@@ -81,6 +81,11 @@ class Toolbox:
         object.__setattr__(self, "_by_name", by_name)
 
     @property
+    def checked_after(self) -> frozenset[str]:
+        """Tools whose schemas need not bind the model: their arguments are checked anyway."""
+        return frozenset(one.name for one in self.tools if one.validate_after)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What may be called."""
         return tuple(n for n in self._by_name if self.allowed is None or n in self.allowed)

@@ -2,16 +2,25 @@
 """What binds a model call: which tools, which choice, and what is refused before anything runs."""
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from pydantic import Field
 
-from freetoken_agent import InvalidSampling, Session, UnsupportedSchema
+from freetoken_agent import (
+    Agent,
+    InvalidSampling,
+    OptionUnsupported,
+    Session,
+    UnsupportedSchema,
+)
+from freetoken_agent import tool as tool_of
 from freetoken_agent.constraint import check_schema
 from freetoken_agent.generate_options import GenerateOptions
 from freetoken_agent.step_grammar import step_constraint
-from freetoken_agent.testing import ScriptedModel
+from freetoken_agent.testing import Call, ScriptedModel
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -84,6 +93,45 @@ def test_a_schema_that_cannot_be_enforced_is_named_where_a_call_is_demanded() ->
     with pytest.raises(UnsupportedSchema, match='"not"'):
         step_constraint(model, [LS, ODD], "start", GenerateOptions.parse({"tool_choice": "odd"}))
     assert step_constraint(model, [LS, ODD], "start", GenerateOptions.parse({})) is not None
+
+
+def test_what_is_checked_afterwards_need_not_bind_the_model_where_a_call_is_demanded(
+    play: Callable[..., Any],
+) -> None:
+    """Oracle: the run: the tool is demanded although a keyword of its schema cannot be enforced,
+    its name is bound, and what breaks the keyword is told to the model."""
+    seen: list[str] = []
+
+    @tool_of(validate_after=True)
+    def odd(path: Annotated[str, Field(json_schema_extra={"not": {"const": "x"}})]) -> str:
+        """Look at a path."""
+        seen.append(path)
+        return "seen"
+
+    model = ScriptedModel([Call("odd", {"path": "a"}), "fine"])
+    sampling = {"thinking": False}
+    agent: Agent[None, str] = Agent(model, name="a", tools=[odd], sampling=sampling)
+    assert play(agent, "Look.", tool_choice="required").output == "fine" and seen == ["a"]
+    constraint = model.requests[0].sampling.constraint
+    assert constraint is not None
+    assert model.tokenizer.decode(list(constraint.forced())).endswith(
+        '{"name": "odd", "arguments": {'
+    )
+
+
+def test_a_call_cannot_be_demanded_behind_a_text_where_the_template_has_no_place_for_it() -> None:
+    """Oracle: the documented error, on a template that drops a text before a call."""
+    path = (
+        Path(__file__).parents[2].parent / "shared/templates/meta-llama-Llama-3.1-8B-Instruct.jinja"
+    )
+    if not path.is_file():
+        pytest.skip("the folder of real templates, ../shared/templates, is not here")
+    model = ScriptedModel([], template=path.read_text(encoding="utf-8"))
+    demanded = GenerateOptions.parse({"tool_choice": "required"})
+    with pytest.raises(OptionUnsupported, match="no place for a call behind a text"):
+        step_constraint(model, [LS], "text", demanded)
+    assert step_constraint(model, [LS], "start", demanded) is not None
+    assert step_constraint(ScriptedModel([]), [LS], "text", demanded) is not None
 
 
 @pytest.mark.parametrize(
