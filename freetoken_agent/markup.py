@@ -241,3 +241,21 @@ def _turn_end(closing: str, literal: str) -> int | None:
         if at == 0 or (at > 0 and not literal[at - 1].isalnum()):
             return at
     return None
+
+
+def longest(markers: Sequence[Marker]) -> int:
+    """The length of the longest core, 1 without markers."""
+    return max((len(marker.core) for marker in markers), default=1)
+
+
+def held_back(text: str, markers: Sequence[Marker]) -> int:
+    """How many characters at the end may turn out to belong to a marker: blanks, and blanks with
+    the beginning of one."""
+    held = 0
+    for marker in markers:
+        for size in range(min(len(marker.core) - 1, len(text)), 0, -1):
+            if text.endswith(marker.core[:size]):
+                held = max(held, size)
+                break
+    kept = text[: len(text) - held]
+    return held + len(kept) - len(kept.rstrip())

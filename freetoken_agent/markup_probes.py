@@ -3,7 +3,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from .call_format import CallFormat, learn_call_format
+from .call_format import CallFormat
+from .call_reading import learn_call_format
 from .call_shapes import closing_after_text, opener_after_user
 from .dialect import SentinelFill
 from .errors import TemplateUnsupported

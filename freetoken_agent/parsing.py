@@ -17,7 +17,7 @@ from typing import Literal
 
 from .call_format import CallFormat, ParsedCall
 from .json_values import whole_characters
-from .markup import Marker
+from .markup import Marker, held_back, longest
 from .tape import Tape
 from .template import ChatFormat
 from .tokenizer import Tokenizer
@@ -175,9 +175,8 @@ class StreamParser:
             return False
         at = self._begin + len(rest) - len(stripped)
         if not self._ended and any(marker.core.startswith(stripped) for marker in markers):
-            return any(marker.core == stripped for marker in markers) and self._at_marker(
-                markers, at
-            )
+            whole = any(marker.core == stripped for marker in markers)
+            return whole and self._at_marker(markers, at)
         if not self._at_marker(markers, at):
             self._mode = "text"
         return True
@@ -215,10 +214,10 @@ class StreamParser:
         hits = [(at, marker) for at, marker in found if at >= 0]
         if not hits:
             seen = text[min(self._search, self._emitted) :]
-            certain = len(text) - _held_back(seen, markers)
+            certain = len(text) - held_back(seen, markers)
             self._snap_begin(certain)
             self._delta(certain)
-            self._search = max(self._search, len(text) - _longest(markers) + 1)
+            self._search = max(self._search, len(text) - longest(markers) + 1)
             return False
         at, marker = min(hits, key=lambda hit: (hit[0], -len(hit[1].core)))
         longer = (other.core for other in markers if len(other.core) > len(marker.core))
@@ -267,10 +266,7 @@ class StreamParser:
         self._trail = marker.trail
         self._mode = "thinking" if marker.target == "thinking" else "text"
         if marker.target == "text":
-            self._mode = "start" if self._after_thought(marker) else "text"
-
-    def _after_thought(self, marker: Marker) -> bool:
-        return marker in self._markup.thinking
+            self._mode = "start" if marker in self._markup.thinking else "text"
 
     def _in_call(self) -> bool:
         calls = self._markup.calls
@@ -402,20 +398,3 @@ def parse_turn(
     parser = StreamParser(format, tokenizer, kind=kind)
     events = [event for token_id in ids for event in parser.feed(token_id)]
     return events + parser.finish(reason)
-
-
-def _longest(markers: Sequence[Marker]) -> int:
-    return max((len(marker.core) for marker in markers), default=1)
-
-
-def _held_back(text: str, markers: Sequence[Marker]) -> int:
-    """How many characters at the end may turn out to belong to a marker: blanks, and blanks with
-    the beginning of one."""
-    held = 0
-    for marker in markers:
-        for size in range(min(len(marker.core) - 1, len(text)), 0, -1):
-            if text.endswith(marker.core[:size]):
-                held = max(held, size)
-                break
-    kept = text[: len(text) - held]
-    return held + len(kept) - len(kept.rstrip())
