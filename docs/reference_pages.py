@@ -19,6 +19,7 @@ from reference_text import Page, anchor, is_error, summary
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
 PACKAGES = ("freetoken_storage", "freetoken_runtime", "freetoken_agent")
+ERRORS = ("freetoken_storage.errors", "freetoken_runtime.errors")
 PUBLIC = (*PACKAGES, "freetoken_agent.testing", "freetoken_agent.tool_testing")
 MADE = "Generated from the docstrings by `docs/reference_pages.py`; a test keeps it current."
 
@@ -122,17 +123,23 @@ class Sources:
 
     @cached_property
     def public(self) -> dict[str, griffe.Object]:
-        """What is public, by the name to import it by, in the order of the sources."""
-        found = {
+        """What is public, by the name to import it by, in the order of the sources: what packages
+        export, and every error."""
+        names = {
             f"{package}.{name}": self._loader.modules_collection[f"{package}.{name}"]
             for package in PUBLIC
             for name in self._loader.modules_collection[package].exports or ()
         }
-        real = {
+        found = {
             name: it.final_target if isinstance(it, griffe.Alias) else it
-            for name, it in found.items()
+            for name, it in names.items()
         }
-        return dict(sorted(real.items(), key=lambda pair: pair[1].lineno or 0))
+        known = {it.path for it in found.values()}
+        for module in ERRORS:
+            for it in self._loader.modules_collection[module].classes.values():
+                if not it.is_alias and it.path not in known:
+                    found[it.path] = it
+        return dict(sorted(found.items(), key=lambda pair: pair[1].lineno or 0))
 
     def of(self, area: Area) -> dict[str, griffe.Object]:
         """The names of a page."""
@@ -172,7 +179,8 @@ def pages() -> dict[str, str]:
 
 def homes(area: Area, found: Mapping[str, griffe.Object]) -> list[tuple[str, str]]:
     """Where each name of a page is explained."""
-    return [(it.name, f"{area.file}#{anchor(it)}") for it in found.values()]
+    names = {path.rpartition(".")[2]: it for path, it in found.items()}
+    return [(name, f"{area.file}#{anchor(name, it)}") for name, it in names.items()]
 
 
 def index(names: Mapping[Area, Mapping[str, griffe.Object]]) -> str:
@@ -180,9 +188,9 @@ def index(names: Mapping[Area, Mapping[str, griffe.Object]]) -> str:
     lines = ["# Reference", "", MADE, "[API](../api.md) has the rules that hold for all of it."]
     for area in AREAS:
         lines += ["", f"## [{area.title}]({area.file})", "", "| | |", "|---|---|"]
-        for it in names[area].values():
-            about = summary(it).replace("|", "\\|")
-            lines.append(f"| [`{it.name}`]({area.file}#{anchor(it)}) | {about} |")
+        for path, it in names[area].items():
+            name, about = path.rpartition(".")[2], summary(it).replace("|", "\\|")
+            lines.append(f"| [`{name}`]({area.file}#{anchor(name, it)}) | {about} |")
     return "\n".join(lines) + "\n"
 
 

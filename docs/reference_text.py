@@ -16,7 +16,11 @@ WIDTH = 90
 INTERNAL = {
     "Session": {"begin_generation", "begin_run", "history_thinking", "restore_pins"},
     "Store": {"create_with", "models"},
-    "LocalModel": {"engine"},
+    "LocalModel": {"engine", "__init__"},
+    "MCPServer": {"__init__"},
+    "Engine": {"__init__"},
+    "Generation": {"__init__"},
+    "Run": {"__init__"},
     "Agent": {"output", "known_tools"},
     "Tool": {"reader"},
 }
@@ -47,10 +51,14 @@ class Page:
         self.missing: list[str] = []
 
     def render(self, found: Mapping[str, griffe.Object]) -> str:
-        lines = [f"- [`{it.name}`](#{anchor(it)}): {summary(it)}" for it in found.values()]
+        names = {path: path.rpartition(".")[2] for path in found}
+        lines = [
+            f"- [`{name}`](#{anchor(name, found[path])}): {summary(found[path])}"
+            for path, name in names.items()
+        ]
         for path, it in found.items():
             package, _, name = path.rpartition(".")
-            lines += ["", f"## {heading(it)}", "", f"`from {package} import {name}`", ""]
+            lines += ["", f"## {heading(name, it)}", "", f"`from {package} import {name}`", ""]
             lines += self._body(it)
         lines += ["", "## Types in the signatures"] if self._types else []
         shown = 0
@@ -66,13 +74,14 @@ class Page:
         if isinstance(it, griffe.Function):
             return [*self._signature(it), *self._text(it, it.name)]
         assert isinstance(it, griffe.Attribute), it.path
-        shown = ["```py", f"{it.name} = {self._typed(it.value)}", "```"]
+        value = f" = {self._typed(it.value)}"
+        shown = ["```py", it.name + (value if len(value) < 200 else ": str"), "```"]
         is_documented = it.name in self._homes or it.docstring is not None
         return [*shown, *(self._text(it, it.name) if is_documented else ())]
 
     def _class(self, it: griffe.Class) -> list[str]:
         members = self._members(it)
-        init = it.members.get("__init__")
+        init = it.members.get("__init__") if "__init__" not in INTERNAL.get(it.name, ()) else None
         if isinstance(init, griffe.Function) and not is_error(it) and "dataclass" not in it.labels:
             lines = self._signature(init, f"class {it.name}")
             about = self._text(init, it.name) if init.docstring is not None else []
@@ -209,14 +218,14 @@ class Page:
         )
 
 
-def heading(it: griffe.Object) -> str:
+def heading(name: str, it: griffe.Object) -> str:
     """Of its section. `tool` and `Tool` would have one anchor."""
-    return f"{it.name} (function)" if isinstance(it, griffe.Function) else it.name
+    return f"{name} (function)" if isinstance(it, griffe.Function) else name
 
 
-def anchor(it: griffe.Object) -> str:
+def anchor(name: str, it: griffe.Object) -> str:
     """What its heading can be reached by."""
-    return re.sub(r"[^\w\- ]", "", heading(it)).lower().replace(" ", "-")
+    return re.sub(r"[^\w\- ]", "", heading(name, it)).lower().replace(" ", "-")
 
 
 def spelled(text: str) -> str:
@@ -245,7 +254,8 @@ def wrapped(signature: str) -> Iterator[str]:
 def summary(it: griffe.Object) -> str:
     """The first sentence of its docstring."""
     text = " ".join(it.docstring.value.partition("\n\n")[0].split()) if it.docstring else ""
-    return re.split(r"(?<=[.:;])\s", text)[0].rstrip(".:;")
+    sentence = re.match(r"(?:`[^`]*`|[^`])*?[.:;](?=\s|$)", text)
+    return (sentence[0] if sentence else text).rstrip(".:;")
 
 
 def listed(rows: Sequence[str]) -> list[str]:

@@ -47,8 +47,8 @@ class Place(TypedDict):
 class _Event(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    session: str  # its name
-    branch: str  # its name
+    session: str  # the session's name
+    branch: str  # the branch's name
     step: int  # which model call of the run, from 0
 
 

@@ -203,7 +203,7 @@ class ScriptedModel:
             chain_digest(repr(sorted(named.items())).encode(), ()), named
         )
         self.requests: list[Request] = []
-        self.ledger = Ledger(self.fingerprint.digest)
+        self.ledger: Ledger = Ledger(self.fingerprint.digest)
         self._script = checked_script(script)
         self._lock = threading.RLock()
         self._closed = False

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from freetoken_agent import FreetokenError
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md")}
 
@@ -31,17 +33,24 @@ def test_the_pages_are_current(generator: ModuleType) -> None:
 
 
 def test_every_public_name_has_a_section(generator: ModuleType) -> None:
-    """Oracle: `__all__` of the modules as Python imports them; the generator reads their text."""
+    """Oracle: `__all__` of the modules, and the errors, as Python imports them; the generator reads
+    their text."""
     sections = [
         imported
         for page in PAGES.values()
         for imported in re.findall(r"^## .*\n\n`from ([\w.]+ import \w+)`$", page, re.M)
     ]
-    public = [
-        f"{package} import {name}"
+    public = {
+        f"{package} import {name}": getattr(importlib.import_module(package), name)
         for package in generator.PUBLIC
         for name in importlib.import_module(package).__all__
-    ]
+    }
+    exported = [one for one in public.values() if isinstance(one, type)]
+    for module in generator.ERRORS:
+        for name, one in vars(importlib.import_module(module)).items():
+            is_error = isinstance(one, type) and issubclass(one, FreetokenError)
+            if is_error and one.__module__ == module and one not in exported:
+                public[f"{module} import {name}"] = one
     assert sorted(sections) == sorted(public)
 
 

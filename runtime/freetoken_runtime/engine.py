@@ -34,7 +34,7 @@ from .sampler import SamplingParams
 from .scheduler import Scheduler
 from .state.anchors import check_anchors, check_backs, check_ids, ranked
 from .state.buffers import Pool, StateLayout
-from .state.digest import Ids, fingerprint
+from .state.digest import Fingerprint, Ids, fingerprint
 from .state.disk import DiskStates
 from .state.keeper import StateKeeper
 from .state.lookup import History, Lookup
@@ -55,7 +55,7 @@ _GREEDY = SamplingParams()
 
 class Engine:
     """A loaded model with its states. Made by `Engine.load`; a context manager. `context_limit`:
-    how many tokens a path may have; `fingerprint`: what its states depend on."""
+    tokens of a path; `fingerprint`: what its states depend on; `notes`: what was not as asked."""
 
     def __init__(self, model: LoadedModel, config: ResolvedConfig, *, poison: bool = False) -> None:
         """`load` is the usual way. `poison`: fresh KV rows and free expert slots are NaN, so that
@@ -63,12 +63,12 @@ class Engine:
         spec = model.spec
         self._model = model
         self._config = config
-        self.context_limit = spec.context_limit
-        self.formats = model.formats  # matrix -> how its weights are held
-        self.notes = model.notes + config.notes()  # what was not as asked, one sentence each
+        self.context_limit: int = spec.context_limit
+        self.formats: Mapping[str, str] = model.formats  # matrix -> how its weights are held
+        self.notes: tuple[str, ...] = model.notes + config.notes()
         # Everything that decides a state; see `digest`.
         parts = {**model.fingerprint_parts(), **config.fingerprint_parts()}
-        self.fingerprint = fingerprint({**parts, "kv_dtype": "float32"})
+        self.fingerprint: Fingerprint = fingerprint({**parts, "kv_dtype": "float32"})
         pool = Pool(StateLayout.of(spec.states(), torch.float32), poison=poison)
         plan = model.plan(config)
         model.experts.resize(plan.slots, poison=poison)
