@@ -21,7 +21,7 @@ import anyio
 
 from .blocking import in_thread
 from .errors import InvalidTool, MCPMissing, MCPServerFailed, ToolFailed
-from .mcp_connection import Link, MakeClient, ServerGone
+from .mcp_connection import Link, MakeClient, ServerGone, ServerRefused
 from .tool_results import result_text
 from .tools import AnyTool, Tool, ToolSettings, checked_options
 
@@ -164,17 +164,15 @@ class MCPServer:
     async def list_tools(self) -> Sequence[AnyTool]:
         """The tools as they are now. MCPServerFailed; InvalidTool for one that no model can call.
         A connection that turns out to be dead is replaced, once."""
-        from mcp import MCPError
-
         ask = partial(_list, self._timeout_s)
         try:
             try:
                 listed = await self._ask(ask)
-            except (ServerGone, MCPError) as error:
+            except (ServerGone, ServerRefused) as error:
                 if isinstance(error, ServerGone) and not error.asked:
                     raise
                 listed = await self._ask(ask)
-        except (ServerGone, MCPError, TimeoutError, ValueError) as error:
+        except (ServerGone, ServerRefused, TimeoutError, ValueError) as error:
             raise self._failed("could not be asked for its tools", error) from error
         return [self._tool(one) for one in self._offered(listed)]
 
@@ -232,12 +230,10 @@ class MCPServer:
         return Tool.from_schema(name, listed.input_schema, function, **settings)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> object:
-        from mcp import MCPError
-
         try:
             result = await self._ask(partial(_call, name, arguments))
-        except MCPError as refused:
-            raise ToolFailed(refused.message) from refused
+        except ServerRefused as refused:
+            raise ToolFailed(str(refused)) from refused
         except ServerGone as gone:
             what = _LOST if gone.asked else _NOT_MADE
             raise ToolFailed(what.format(why=gone)) from gone

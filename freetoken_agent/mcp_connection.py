@@ -43,6 +43,10 @@ class ServerGone(Exception):
         self.asked = asked
 
 
+class ServerRefused(Exception):
+    """The server answered with an error of the protocol; its message."""
+
+
 class PortalThread:
     """An event loop in a thread that no interpreter waits for at its end. Any thread and any event
     loop may call into it."""
@@ -96,7 +100,8 @@ class Link:
         await self._call(self._connected)
 
     async def request(self, ask: "Callable[[Client], Awaitable[T]]") -> T:
-        """Asked once. ServerGone if there is no connection, or it ended meanwhile."""
+        """Asked once. ServerGone if there is no connection, or it ended meanwhile; ServerRefused
+        where it answers with an error."""
         return await self._call(self._request, ask)
 
     def close(self) -> None:
@@ -146,7 +151,7 @@ class Link:
             if is_closed or self._has_sessions:
                 connection.drop()
             if not is_closed:
-                raise
+                raise ServerRefused(error.message) from error
             raise ServerGone(_told(error), asked=True) from error
 
 

@@ -67,7 +67,8 @@ class Toolbox:
                 raise ToolNameTaken(
                     "two tools have one name",
                     value=one.name,
-                    remedy="give one of them another name=, or its toolset a prefix",
+                    remedy="give one of them another name=, or its toolset a prefix; only= leaves "
+                    "out tools of an MCP server",
                 )
             by_name[one.name] = one
         for name in self.allowed or ():

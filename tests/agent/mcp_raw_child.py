@@ -17,6 +17,7 @@ SCHEMAS: dict[str, Any] = {
     "large": OBJECT,
     "refused": OBJECT,
     "mute": OBJECT,
+    "protest": OBJECT,
     "a.b": OBJECT,
     "a/b": OBJECT,
     "2fa": OBJECT,
@@ -64,6 +65,8 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"content": [{"type": "text", "text": "y" * 3_000_000}]}
     if name == "refused":
         return {"content": [{"type": "text", "text": "not today"}], "isError": True}
+    if name == "protest":
+        raise KeyError(name)
     if name == "mute":
         return {"content": [], "isError": True}
     return {"content": [{"type": "text", "text": f"{name} {json.dumps(arguments)}"}]}
@@ -97,7 +100,7 @@ for line in sys.stdin:
     try:
         result = answer(asked)
     except KeyError:
-        say(json.dumps({**reply, "error": {"code": -32601, "message": "no such method"}}))
+        say(json.dumps({**reply, "error": {"code": -32601, "message": "not for you"}}))
         continue
     if result is not None:
         say(json.dumps({**reply, "result": result}))

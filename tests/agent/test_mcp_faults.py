@@ -47,6 +47,8 @@ async def test_results_of_every_kind_have_a_text() -> None:
         assert (len(large.text), large.cut_chars) == (20_101, 2_980_000)
         refused = await ask(server, "refused")
         assert (refused.status, refused.text) == ("failed", "not today")
+        protest = await ask(server, "protest")
+        assert (protest.status, protest.text) == ("failed", "not for you")
         mute = await ask(server, "mute")
         assert (mute.status, mute.text) == (
             "failed",
@@ -66,7 +68,7 @@ async def test_a_server_may_be_odd(fault: str) -> None:
     """One that writes other lines among its messages, one that lists page by page, one that does
     not end by itself. Oracle: its tools, and a call's result."""
     async with raw(fault) as server:
-        assert len(await server.list_tools()) == 11
+        assert len(await server.list_tools()) == 12
         assert (await ask(server, "echo", x=1)).text == 'echo {"x": 1}'
 
 
