@@ -150,6 +150,20 @@ def test_a_named_format_is_what_its_template_writes(name: str, template: str) ->
     assert own.at_start.strip() == spelling.begin.strip()
 
 
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("Kimi-K3", "<|close|>tools<|sep|>"),
+        ("unsloth-Apriel-1.5", "]</tool_calls>"),
+        ("deepseek-ai-DeepSeek-V4", "\n</｜DSML｜tool_calls>"),
+        ("Qwen3-Coder", ""),
+    ],
+)
+def test_what_closes_a_section_of_calls_is_the_models_to_write(template: str, end: str) -> None:
+    """Oracle: by hand, from the template."""
+    assert writing_of(learned(template)[0]).end == end
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_learned_from_an_inlined_format_is_the_format(name: str) -> None:
     """Oracle: the data. What is inlined is found again by the probes that learn templates."""
