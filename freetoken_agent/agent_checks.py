@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Options of `generate` that the run decides about.
 _OF_THE_RUN = ("tool_choice", "allowed_tools", "output_schema", "force")
 _POLICIES = ("replace", "keep", "error")
+_LATER = "leave the keyword out, or check what was written afterwards (validate_after=True)"
+_BY_VALIDATOR = "say it by a pydantic validator, which is run when the answer is there"
 
 
 def check_agent(agent: "Agent[Any, Any]") -> None:
@@ -47,10 +49,10 @@ def check_agent(agent: "Agent[Any, Any]") -> None:
     _check_sampling(agent.sampling)
     for tool in agent.known_tools:
         if not tool.validate_after:
-            _check(f"the parameters of tool {tool.name!r}", tool.parameters)
+            _check(f"the parameters of tool {tool.name!r}", tool.parameters, _LATER)
     schema = agent.output.schema
     if schema is not None:
-        _check("the output type", schema)
+        _check("the output type", schema, _BY_VALIDATOR)
 
 
 def _check_kinds(agent: "Agent[Any, Any]") -> None:
@@ -101,12 +103,12 @@ def _check_sampling(sampling: Mapping[str, Any]) -> None:
     GenerateOptions.parse(sampling)
 
 
-def _check(what: str, schema: Mapping[str, Any]) -> None:
+def _check(what: str, schema: Mapping[str, Any], remedy: str) -> None:
     try:
         check_schema(schema)
     except UnsupportedSchema as error:
         raise UnsupportedSchema(
             f"{what} cannot be enforced while the model writes",
             value=error.value,
-            remedy=error.remedy,
+            remedy=remedy,
         ) from error

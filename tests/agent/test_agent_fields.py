@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of an agent that are none are refused where it is made, not in its first run."""
 
+import datetime
 from typing import Any
 
 import pytest
 
-from freetoken_agent import Agent, Hooks, InvalidAgent, tool
+from freetoken_agent import Agent, Hooks, InvalidAgent, UnsupportedSchema, tool
 from freetoken_agent.testing import Call, ScriptedModel
 
 
@@ -57,3 +58,17 @@ def test_no_hooks_may_be_none() -> None:
     model = ScriptedModel([Call("add", {"a": 1}), "one"])
     agent = Agent(model, tools=[add], hooks=None)  # type: ignore[arg-type]
     assert agent.run_sync("go").output == "one"
+
+
+def test_what_no_grammar_can_enforce_has_a_remedy_of_its_place() -> None:
+    """Oracle: the documented error; a tool may check later, an answer is checked by its type."""
+
+    def take(days: dict[datetime.date, int]) -> str:
+        """Take them."""
+        return ""
+
+    with pytest.raises(UnsupportedSchema, match="'take'.*propertyNames.*validate_after=True"):
+        Agent(tools=[take])
+    assert Agent(tools=[tool(take, validate_after=True)]).known_tools
+    with pytest.raises(UnsupportedSchema, match="output type.*propertyNames.*pydantic validator"):
+        Agent(output_type=dict[datetime.date, int])
