@@ -25,6 +25,7 @@ from .agent import Agent, Decision, Result, StepRequest
 from .agent_checks import check_choice
 from .blocking import in_thread
 from .errors import (
+    InvalidAgent,
     InvalidOutput,
     ModelRetry,
     PromptDiffers,
@@ -268,14 +269,19 @@ class Run(Generic[Output]):
         """What the next model call is asked. RunLimit."""
         self._reach(self._limits.before_step(self._steps, self._usage.output_tokens))
         allowed = self._options.allowed_tools
+        last = self._last_answer and bool(self._toolbox.tools)
         request = StepRequest(
-            tool_choice="none" if self._last_answer and self._toolbox.tools else self._choice,
+            tool_choice="none" if last else self._choice,
             allowed_tools=None if allowed is None else tuple(allowed),
         )
         self._choice = "auto"
         context = replace(self._context(), step=self._steps)
         changed = await call_hook(self._agent.hooks.before_model, context, request)
-        return request if changed is None else changed
+        if changed is None:
+            return request
+        if not isinstance(changed, StepRequest):
+            raise InvalidAgent("before_model returns a StepRequest, or None", value=changed)
+        return replace(changed, tool_choice="none") if last else changed
 
     def _options_of(self, request: StepRequest) -> dict[str, Any]:
         options: dict[str, Any] = {**self._agent.sampling, "tool_choice": request.tool_choice}

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from freetoken_agent import Agent, Hooks, InvalidSampling, Limits, RunLimit, Store, run_limits
+from freetoken_agent import (
+    Agent,
+    Hooks,
+    InvalidAgent,
+    InvalidSampling,
+    Limits,
+    RunLimit,
+    StepRequest,
+    Store,
+    run_limits,
+)
 from freetoken_agent.errors import InvalidTool, ModelRetry, ToolFailed
 from freetoken_agent.run_context import RunContext
 from freetoken_agent.testing import Call, Request, ScriptedModel, Step
@@ -109,6 +119,31 @@ async def test_a_model_that_calls_all_the_same_ends_at_the_limit() -> None:
     assert ran == ["it"] and caught.value.result.steps == 2
     first, refused = caught.value.result.session.find(kind="tool_result")
     assert not first.error and refused.error
+
+
+async def test_a_hook_cannot_make_the_last_step_call_a_tool() -> None:
+    """Oracle: what the grammar of the last step lets through."""
+    hooks = Hooks(before_model=lambda *_: StepRequest(tool_choice="required", max_tokens=50))
+    model = ScriptedModel([WORK, "So it is."])
+    limits = Limits(max_steps=1, on_limit="answer")
+    result = await Agent(model, tools=[work], limits=limits, hooks=hooks).run("go")
+    assert result.output == "So it is."
+    first, last = (request.sampling.constraint for request in model.requests)
+    assert first is not None and last is not None
+    text = ord("S")
+    last.copy().accept(text)
+    with pytest.raises(InvalidSampling):
+        first.copy().accept(text)
+
+
+async def test_a_hook_that_returns_something_else_is_told() -> None:
+    """Oracle: the documented error, before anything is forwarded."""
+    model = ScriptedModel(["never"])
+    returned: Any = {"tool_choice": "none"}
+    hooks = Hooks(before_model=lambda *_: returned)
+    with pytest.raises(InvalidAgent, match="StepRequest"):
+        await Agent(model, hooks=hooks).run("go")
+    assert not model.requests
 
 
 async def test_retries_are_counted_over_steps_and_end() -> None:
