@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A helper that reads files of one folder: tools with dependencies, and a model that is told what
-was wrong with a call."""
+"""A coding agent that reads files of one folder: tools with dependencies, and a model that is told
+what was wrong with a call."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,14 +49,14 @@ model = ScriptedModel(
         "area() takes the height twice: return width * height.",
     ]
 )
-helper = Agent(model, instructions="Find the fault.", tools=[list_files, read_file])
+coder = Agent(model, instructions="Find the fault.", tools=[list_files, read_file])
 
 with TemporaryDirectory() as folder:
     root = Path(folder)
     (root / "lib").mkdir()
     (root / "main.py").write_text("from lib.area import area\n\nprint(area(2, 3))\n")
     (root / "lib" / "area.py").write_text("def area(width, height):\n    return height * height\n")
-    result = helper.run_sync("The area of 2 x 3 is 9. Why?", deps=Project(root))
+    result = coder.run_sync("The area of 2 x 3 is 9. Why?", deps=Project(root))
 
 refused, *others = result.session.find(kind="tool_result")
 assert refused.error and "list_files" in refused.content
