@@ -162,6 +162,8 @@ class ContentSource:
         """The unit of a call: behind the calls of its message, and followed as in the path."""
         start = message_start(items, index)
         calls = [item for item in items[start:index] if item.kind == "tool_call"]
+        if not self._grammar.dialect.calls:
+            return self._inlined(items[index], len(calls))
         place = [_USER, *calls, items[index]]
         at = len(place) - 1
         if index + 1 < len(items):
@@ -171,6 +173,23 @@ class ContentSource:
             except TemplateUnsupported:
                 place.pop()
         return self._unit(place, at, options)
+
+    def _inlined(self, call: Item, number: int) -> list[Part]:
+        """A call that the template sees as a text, and must not read: some cut a message at a tag
+        that may stand in the arguments."""
+        spelling = self._grammar.dialect.spelling
+        name, arguments = call.name or "", call.arguments or {}
+        masker = Masker([name, arguments])
+        masked, real = (
+            spelling.unmasked(spelling.written(shown, call.call_id or "", number, filled))
+            for shown, filled in (
+                (masker.mask(name), masker.mask(arguments)),
+                (name, arguments),
+            )
+        )
+        parts = self._split(masked, real, masker.strings)
+        assert parts is not None, f"{real!r} is not {masked!r} filled in"
+        return parts
 
     def _unit(self, place: list[Item], at: int, options: Options) -> list[Part]:
         call = place[at]

@@ -317,6 +317,23 @@ def test_a_run_in_a_chosen_format(name: str, shows: bool, tmp_path: Path) -> Non
         assert [_said(s) for s in copied.path()] == [_said(s) for s in session.path()]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_template_reads_no_meaning_into_an_inlined_call(name: str) -> None:
+    """Oracle: the arguments. Some templates cut a message at a closing tag, and most trim it."""
+    content = "message.content.split('</think>')[-1] | trim"
+    template = PLAIN.replace("message.content", f"({content})")
+    model = ScriptedModel(template=template, call_format=name)
+    arguments = {"text": "a </think> b", "more": ["</think>"]}
+    with Store(":memory:") as store:
+        session = store.create("s", model)
+        session.append("user", "Hi")
+        call = session.append_call("f", arguments)
+        read = model.format.markup.calls
+        assert read is not None and call.text.count("</think>") == 2
+        parsed = read.parse(call.text)
+        assert parsed is not None and dict(parsed.arguments) == arguments
+
+
 def _said(segment: Segment) -> tuple[object, ...]:
     return segment.kind, segment.content, segment.arguments, segment.call_id
 
