@@ -312,6 +312,8 @@ def same(setup: Setup, found: object, wanted: object) -> bool:
 def check(name: str, control: bool, script: Script, seed: int) -> None:
     setup = learned(name, control)
     assume(suits(setup, script))
+    if name == "template openai-gpt-oss-120b":  # it shows a text before calls as a thought
+        assume(script.text is None or not script.calls)
     items, pieces, kind = laid_out(setup, script)
     rng = random.Random(seed)
     after = script.after if script.calls else None
