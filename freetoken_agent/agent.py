@@ -42,7 +42,8 @@ Instructions = str | Callable[[RunContext[Any]], str] | Callable[[RunContext[Any
 class Limits:
     """What a run may use before it ends with `RunLimit`, or, with `on_limit="answer"`, with one
     more model call that may not call tools. None: no limit. `output_tokens` and `timeout_s` are
-    looked at between steps; `output_retries` counts answers of the wrong type."""
+    looked at between steps; `output_retries` counts answers of the wrong type. InvalidAgent for a
+    limit that is none."""
 
     max_steps: int | None = 20  # model calls
     max_tool_calls: int | None = None  # calls that a model made, parallel ones counted one by one
@@ -99,7 +100,7 @@ class Hooks:
     result. `after_tool(ctx, ToolCall, ToolOutcome) -> str | ToolOutcome | None`: what it returns
     becomes the live version of the result, the original its earlier version, never forwarded.
     `before_edit(ctx, Proposal) -> bool | None`: False leaves the edit of a context rule out, this
-    time. `on_edit(ctx, Edit)`: the run edited its context.
+    time. `on_edit(ctx, Edit)`: the run edited its context. InvalidAgent for what cannot be called.
     """
 
     before_model: BeforeModel | None = None

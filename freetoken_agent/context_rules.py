@@ -82,7 +82,8 @@ class ContextRule(ABC):
     """A rule of one's own derives from this and says its `changes`. `trigger`: it does nothing
     while the path has fewer tokens, which are those of `session.ids()`: contents and frames,
     without the generation opener. `deferred`: a run waits until the edit makes its next model call
-    forward no more than it would without it, or until the path has `limit` tokens."""
+    forward no more than it would without it, or until the path has `limit` tokens.
+    InvalidRule for fields that cannot be."""
 
     trigger: int = 0
     deferred: bool = False

@@ -101,7 +101,7 @@ class MCPServer:
         """A server that is started as a process and speaks over its standard streams. `env` is
         added to what it inherits, which is little: HOME, PATH, USER and the like. `settings` are
         those of a tool, for all of its tools: `timeout`, `needs_approval`, …; `only` names those
-        that are offered."""
+        that are offered. InvalidTool, MCPMissing."""
         words = (command, *([args] if isinstance(args, str) else args))
         if isinstance(args, str) or not all(isinstance(word, str) for word in words):
             raise InvalidTool(
@@ -224,7 +224,8 @@ class MCPServer:
         return [one for one in listed if one.name in self._only]
 
     def _tool(self, listed: "ListedTool") -> AnyTool:
-        settings: ToolSettings = {"description": listed.description or "", **self._settings}
+        said = listed.description or listed.title or ""
+        settings: ToolSettings = {"description": said, **self._settings}
         function = partial(self._call, listed.name)
         name = _tool_name(self._prefix, listed.name)
         return Tool.from_schema(name, listed.input_schema, function, **settings)

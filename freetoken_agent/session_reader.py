@@ -112,7 +112,7 @@ class SessionReader:
         return found + [s for s in on_path.values() if s.id not in stored]
 
     def tree(self) -> Tree:
-        """Every place that is still stored."""
+        """Every place that is still stored. StoreDamaged if one of its segments is not."""
         context = self._handle.context
         heads: dict[int, list[str]] = {}
         for record in context.sessions.branches(self.name):

@@ -101,7 +101,8 @@ class Store:
         """A new session with this preamble. Its clock and `template_options` are fixed now, so that
         reopening it changes no id. With `exist_ok` a session of that name is opened as it is.
 
-        SessionExists, InvalidName, StoreMismatch, TemplateUnsupported.
+        SessionExists, InvalidName, InvalidEdit, StoreMismatch, TemplateUnsupported; UnknownOption
+        for a template option that the template does not read.
         """
         if history_thinking not in ("keep", "template"):
             raise InvalidEdit("history_thinking must be keep or template", value=history_thinking)

@@ -25,7 +25,8 @@ class InvalidToolResult(FreetokenError):
 @dataclass(frozen=True)
 class ResultLimit:
     """How much of a result the model sees: `max_chars` characters of its head, its tail, or half of
-    each. Where the rest was, a note says how many characters went, and `hint` how to get them."""
+    each. Where the rest was, a note says how many characters went, and `hint` how to get them.
+    InvalidTool for a limit that is none."""
 
     max_chars: int = 20_000
     keep: Keep = "both"  # head, tail or both

@@ -134,7 +134,7 @@ class Tool(Generic[P, R]):
         **settings: Unpack[ToolSettings],
     ) -> "Tool[[dict[str, Any]], Any]":
         """A tool whose schema comes from elsewhere. `function` gets the arguments as one dict,
-        brought to the types of the schema and valid by it."""
+        brought to the types of the schema and valid by it. InvalidTool."""
         chosen = checked_options(settings)
         try:
             schema = ordered(plain(parameters))

@@ -90,3 +90,27 @@ def test_what_nobody_explained_is_refused(
     said = str(refused.value)
     for missing in ("Segment.num_tokens:", "Store.flush: no doc", "Database: on no page"):
         assert missing in said
+
+
+def test_errors_that_are_raised_are_named(generator: ModuleType) -> None:
+    """Oracle: the `raise` statements of what is public. Each error is named in the docstring of the
+    function, or of its class, or where these are explained instead."""
+    text, sources = sys.modules["reference_text"], generator.Sources()
+    unnamed = []
+    for path, found in sources.public.items():
+        if text.is_error(found) or not (found.is_class or found.is_function):
+            continue
+        kinds = [found, *found.mro()] if found.is_class else []
+        if found.name in text.IMPLEMENTS:
+            kinds.append(sources.find(text.IMPLEMENTS[found.name]))
+        functions = {m.name: m for k in reversed(kinds) for m in k.functions.values()} or {
+            "": found
+        }
+        for name, function in functions.items():
+            if name.startswith("_") and name not in ("__init__", "__post_init__"):
+                continue
+            explaining = [function, found, *kinds, *(k.members.get(name) for k in kinds)]
+            said = " ".join(one.docstring.value for one in explaining if one and one.docstring)
+            raised = re.findall(r"\braise ([A-Z]\w+)\(", function.source or "")
+            unnamed += [f"{path}.{name}: {error}" for error in raised if error not in said]
+    assert unnamed == []

@@ -167,7 +167,7 @@ class Engine:
 
     def forget(self, ids: Sequence[int] | Ids, start: int) -> int:
         """Drop every state, in RAM and on disk, of any path that begins with ids[: start + 1], at
-        or after position `start`; states of ids[:start] stay. Returns how many went."""
+        or after position `start`; states of ids[:start] stay. How many went. InvalidAnchors."""
         path = self._check(ids)
         if not 0 <= start < len(path):
             raise InvalidAnchors(
