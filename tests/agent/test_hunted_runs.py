@@ -339,6 +339,43 @@ async def test_a_result_beyond_the_context_leaves_a_session_that_goes_on(
     assert results(session) == [CLEARED] and len(model.requests) == 2
 
 
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+async def test_the_end_of_a_run_does_not_wait_for_a_state_to_be_warmed(
+    memory_store: Store, how: str
+) -> None:
+    """Oracle: the run ends while the model is still at it."""
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow(ScriptedModel):
+        def warm(self, ids: Any, **anchors: Any) -> Any:
+            if threading.current_thread().name.startswith("AnyIO"):  # not of a generation
+                begun.set()
+                assert end.wait(60), "the run has waited"
+            return super().warm(ids, **anchors)
+
+    model = Slow([[Call("slow", {})], "done"])
+    session = memory_store.create("s", model)
+    made = Agent(model, tools=TOOLS)
+    async with made.run_stream("go", session=session) as run:
+        pulling = asyncio.create_task(pull(run))
+        await asyncio.to_thread(begun.wait, 60)
+        if how == "cancel":
+            run.cancel()
+            assert await pulling == "cancelled"
+        else:
+            pulling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pulling
+    end.set()
+    assert (await made.run("and now?", session=session)).output == "done"
+
+
+async def pull(run: Any) -> Any:
+    async for _ in run:
+        pass
+    return run.result.finish_reason
+
+
 async def test_usage_is_the_sum_of_the_model_calls(memory_store: Store) -> None:
     """Oracle: the replies of the run, and what the model was asked."""
     model = ScriptedModel([[Think("hm"), ADD], [ADD, ADD], "done"])
