@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tools of an agent, from its own list and from toolsets, under distinct names."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -121,15 +122,25 @@ def known_tools(
                 remedy="pass a ToolList, an MCPServer, or what has known_tools and list_tools(); "
                 "single tools go into tools=",
             )
-    known = [one for toolset in toolsets for one in toolset.known_tools or ()]
+    known = [as_tool(one) for toolset in toolsets for one in toolset.known_tools or ()]
     return tuple(Toolbox([*own, *known]).tools)
 
 
 async def listed_tools(
     tools: Sequence[ToolFunction], toolsets: Sequence[Toolset] = ()
 ) -> tuple[AnyTool, ...]:
-    """Every tool, toolsets in their order; ToolNameTaken before any model call."""
-    listed = [one for toolset in toolsets for one in await toolset.list_tools()]
+    """Every tool, toolsets in their order, all asked at the same time; ToolNameTaken before any
+    model call."""
+
+    async def ask(toolset: Toolset) -> list[AnyTool]:
+        return [as_tool(one) for one in await toolset.list_tools()]
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(ask(toolset)) for toolset in toolsets]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+    listed = [one for task in asked for one in task.result()]
     return tuple(Toolbox([*map(as_tool, tools), *listed]).tools)
 
 

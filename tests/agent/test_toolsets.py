@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools under distinct names: collisions are errors before any call."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -148,3 +149,48 @@ def test_functions_are_read_once() -> None:
         ToolList([lambda x: x])
     with pytest.raises(InvalidTool, match="tools are a list"):
         ToolList(plain)  # type: ignore[arg-type]
+
+
+async def test_toolsets_are_asked_at_the_same_time() -> None:
+    """Oracle: each waits until all are asked, so one after the other would wait for ever (the
+    test's timeout); the order is theirs. What one raises is raised plain, and the others end."""
+    together = asyncio.Barrier(3)
+    ended: list[str] = []
+
+    class Slow(Remote):
+        seconds = 0
+
+        async def list_tools(self) -> Sequence[Tool[..., Any]]:
+            await together.wait()
+            try:
+                await asyncio.sleep(self.seconds)
+            finally:
+                ended.append(self.names[0])
+            return await super().list_tools()
+
+    class Slower(Slow):
+        seconds = 60
+
+    class Broken(Remote):
+        async def list_tools(self) -> Sequence[Tool[..., Any]]:
+            await together.wait()
+            raise LookupError("no tools today")
+
+    found = await listed_tools([read], [Slow("c"), Slow("b"), Slow("a")])
+    assert [one.name for one in found] == ["read", "c", "b", "a"]
+    ended.clear()
+    with pytest.raises(LookupError, match="no tools today"):
+        await listed_tools([], [Slower("c"), Broken("b"), Slower("a")])
+    assert set(ended) <= {"a", "c"}
+
+
+async def test_a_toolset_may_hold_plain_functions() -> None:
+    """Oracle: what `@tool` makes of it; a thing that is none is named."""
+
+    class Loose(Remote):
+        async def list_tools(self) -> Any:
+            return [write] if self.names else [5]
+
+    assert [one.name for one in await listed_tools([], [Loose("x")])] == ["write"]
+    with pytest.raises(InvalidTool, match="a tool is a function; got 5"):
+        await listed_tools([], [Loose()])
