@@ -211,11 +211,13 @@ class Page:
             return f"[`{name}`]({home.removeprefix(self._file)})"
 
         name = re.compile(r"`(\w+)`|\b([A-Z][a-z]+[A-Z]\w+)\b")
-        pieces = re.split(r"(`[^`]*`)", text)
-        return "".join(
-            piece if piece.startswith("`") and not name.fullmatch(piece) else name.sub(link, piece)
-            for piece in pieces
-        )
+
+        def shown(piece: str) -> str:
+            if not piece.startswith("`"):
+                return name.sub(link, piece.replace("<", r"\<"))
+            return name.sub(link, piece) if name.fullmatch(piece) else piece
+
+        return "".join(map(shown, re.split(r"(`[^`]*`)", text)))
 
 
 def heading(name: str, it: griffe.Object) -> str:
@@ -262,7 +264,7 @@ def listed(rows: Sequence[str]) -> list[str]:
     """Lines of two aligned columns as a list; others as they are."""
     if len(rows) < 2 or not all(re.match(r"\S+(?: \S+)* {2,}\S| {8}", row) for row in rows):
         return list(rows)
-    return [re.sub(r"^(\S.*?) {2,}", r"- `\1`: ", row) for row in rows]
+    return [re.sub(r"^ {8,}", "  ", re.sub(r"^(\S.*?) {2,}", r"- `\1`: ", row)) for row in rows]
 
 
 def is_field(it: griffe.Object) -> bool:

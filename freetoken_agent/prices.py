@@ -13,7 +13,7 @@ from itertools import islice
 from .earlier import EarlierPaths
 from .model import ContextOverflow, Model, PathMiss, PathPlan, PathUsage
 from .path import Path
-from .segments import Change, Miss, MissPart, ReusePlan, Usage
+from .segments import Miss, MissChange, MissPart, ReusePlan, Usage
 from .views import segments
 
 OTHER_IDS = "different_ids"
@@ -145,7 +145,7 @@ def _counterpart(path: Path, index: int | None, other: Path, position: int) -> i
     return other.at(position)
 
 
-def _change(path: Path, index: int | None, other: Path, there: int) -> Change:
+def _change(path: Path, index: int | None, other: Path, there: int) -> MissChange:
     """How the segment at `index` came to stand where `other` has the one at `there`."""
     was = other.places[there].body
     if index is None:

@@ -21,7 +21,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["caller", "model", "interrupted"]
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 MissPart = Literal["frame", "content", "opener"]
-Change = Literal["edited", "inserted", "removed", "framed", "diverged"]
+MissChange = Literal["edited", "inserted", "removed", "framed", "diverged"]
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -170,7 +170,7 @@ class Miss(_Frozen):
     segment: Segment | None
     part: MissPart  # where in the segment the position is
     cause: str
-    change: Change | None = None
+    change: MissChange | None = None
     was: Segment | None = None
     tokens: int
     anchor: int | None = None
@@ -214,7 +214,7 @@ _CAUSES = {
     "context_overflow": "beyond the model's context",
     "no_weights": "the model has no weights",
 }
-_CHANGES: Mapping[Change, str] = {
+_CHANGES: Mapping[MissChange, str] = {
     "edited": "replaces {was}",
     "inserted": "inserted before {was}",
     "removed": "follows where {was} was removed",

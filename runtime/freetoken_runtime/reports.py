@@ -25,12 +25,12 @@ class PathMiss:
     anchor at `position` would have saved; `dropped`: the deepest anchor among them that was there
     and gave way to the memory budget. `cause` is one of
 
-    different_ids      a known path goes on with other ids
-    never_computed     nothing known goes on from here
-    evicted            it was known and gave way to other states
-    damaged            it was stored and failed its checksum
-    no_anchor          all rows are known, the state at their end is not
-    fingerprint:<part> the store holds it for a model that differs in <part>
+    different_ids       a known path goes on with other ids
+    never_computed      nothing known goes on from here
+    evicted             it was known and gave way to other states
+    damaged             it was stored and failed its checksum
+    no_anchor           all rows are known, the state at their end is not
+    fingerprint:<part>  the store holds it for a model that differs in <part>
     """
 
     position: int
