@@ -136,17 +136,9 @@ class Tool(Generic[P, R]):
         """A tool whose schema comes from elsewhere. `function` gets the arguments as one dict,
         brought to the types of the schema and valid by it. InvalidTool."""
         chosen = checked_options(settings)
-        try:
-            schema = ordered(plain(parameters))
-        except InvalidEdit as error:
-            raise InvalidTool(
-                f"the parameters of tool {name!r} are no JSON schema", value=error.value
-            ) from error
-        if schema.get("type", "object") != "object":
-            raise InvalidTool(
-                f"the parameters of tool {name!r} are no object", value=schema.get("type")
-            )
-        schema = {"type": "object", "properties": {}, **schema}
+        if not callable(function):
+            raise InvalidTool("a tool is a function", value=function, remedy=_instead(function))
+        schema = _object_schema(name, parameters)
         return Tool(
             name=_checked_name(name),
             description=chosen.pop("description", ""),
@@ -208,6 +200,21 @@ def _make(
         reader=signature.reader,
         **chosen,
     )
+
+
+def _object_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    what = f"the parameters of tool {name!r}"
+    try:
+        schema = ordered(plain(parameters))
+    except InvalidEdit as error:
+        raise InvalidTool(f"{what} are no JSON schema", value=error.value) from error
+    if schema.get("type", "object") != "object":
+        raise InvalidTool(f"{what} are no object", value=schema["type"])
+    if not schema.get("properties"):  # in some languages an empty object is an empty list
+        schema["properties"] = {}
+    if not isinstance(schema["properties"], Mapping):
+        raise InvalidTool(f"the properties of tool {name!r} are none", value=schema["properties"])
+    return ordered({"type": "object", **schema})
 
 
 def _callable(function: Any) -> tuple[Callable[..., Any], bool]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from freetoken_agent import Tool
+from freetoken_agent import InvalidTool, Tool
 from freetoken_agent.tool_testing import call_tool
 
 SCHEMA = {
@@ -96,3 +96,28 @@ async def test_a_schema_that_is_none_is_told_to_the_log(caplog: pytest.LogCaptur
     assert "schema of tool far is not valid" in caplog.text and "strng" in caplog.text
     assert (await call_tool(tool, {"a": 5})).status == "ok"
     assert "- a: is missing" in (await call_tool(tool, {})).text
+
+
+async def test_no_properties_may_be_an_empty_list() -> None:
+    """As servers in PHP write it. Oracle: the schema that models see, and a call."""
+    tool = made({"type": "object", "properties": []})
+    assert tool.parameters == {"type": "object", "properties": {}}
+    assert (await call_tool(tool, {"a": 1})).text == '{"a":1}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "function", "message"),
+    [
+        ({"properties": 5}, dict, "properties of tool 'far' are none; got 5"),
+        ({"properties": [1]}, dict, "properties of tool 'far' are none"),
+        ([1], dict, "no JSON schema"),
+        ({}, "run", "a tool is a function"),
+        ({}, None, "a tool is a function"),
+    ],
+)
+def test_what_is_no_schema_or_no_function_is_refused(
+    schema: Any, function: Any, message: str
+) -> None:
+    """Oracle: the documented error."""
+    with pytest.raises(InvalidTool, match=message):
+        Tool.from_schema("far", schema, function)
