@@ -82,9 +82,11 @@ class _Coercion:
         return value if inner is None else self.coerced(value, inner)
 
     def _into_branch(self, value: Any, alternatives: Sequence[Any]) -> Any:
-        """As it is where it fits an alternative, else into the first that it can be made fit."""
-        if any(self.fits(value, branch) for branch in alternatives):
-            return value
+        """As it is where it fits an alternative, or as it reads as JSON; else into the first that
+        it can be made fit."""
+        for one in (value, *_as_json(value)):
+            if any(self.fits(one, branch) for branch in alternatives):
+                return one
         for branch in alternatives:
             changed = self.coerced(value, branch)
             if self.fits(changed, branch):
@@ -243,6 +245,15 @@ def _from_text(text: str, kinds: list[str]) -> Any:
     if isinstance(value, float) and "integer" in kinds and value.is_integer():
         value = int(value)
     return value if any(_is_kind(value, kind) for kind in kinds) else text
+
+
+def _as_json(value: Any) -> Iterator[Any]:
+    """What a text reads as, if it does."""
+    if isinstance(value, str):
+        try:
+            yield read(value)
+        except ValueError:
+            return
 
 
 def _as_text(value: Any) -> str:

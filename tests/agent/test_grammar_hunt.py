@@ -34,6 +34,7 @@ CONTROL = re.compile(
     r"<[|｜][^<>\s]{1,30}[|｜]>|\[(?:TOOL_CALLS|ARGS|CALL_ID|/?INST)\]|</?arg_\w+>"
 )
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+PLACES: tuple[Place, ...] = ("start", "text", "thinking")
 SPELLINGS = ("tokens", "plain")  # whether the template's literals are tokens of their own
 SEEDS = [pytest.param(range(1)), pytest.param(range(1, 25), marks=pytest.mark.slow)]
 FORMATS = jsonschema.FormatChecker(("date", "ipv4", "email"))
@@ -201,11 +202,18 @@ def walk(writer: Writer, demand: Demand, rng: random.Random) -> tuple[list[int],
     return ids, False
 
 
-def calls_in(writer: Writer, ids: Sequence[int], place: Place, complete: bool) -> list[SegmentDone]:
+def segments_in(
+    writer: Writer, ids: Sequence[int], place: Place, complete: bool
+) -> list[SegmentDone]:
     kind: Any = "thinking" if place == "thinking" else "text"
     reason: Any = "stop" if complete else "length"
     events = parse_turn(writer.format, writer.tokenizer, ids, kind=kind, reason=reason)
-    return [e for e in events if isinstance(e, SegmentDone) and e.kind == "tool_call"]
+    return [event for event in events if isinstance(event, SegmentDone)]
+
+
+def calls_in(writer: Writer, ids: Sequence[int], place: Place, complete: bool) -> list[SegmentDone]:
+    done = segments_in(writer, ids, place, complete)
+    return [segment for segment in done if segment.kind == "tool_call"]
 
 
 def check(calls: Sequence[SegmentDone], offered: Sequence[ToolShape]) -> None:
@@ -262,16 +270,39 @@ def test_no_text_and_no_thought_holds_a_call_that_nothing_binds(
     bound = {"type": "object", "properties": {"x": text}, "additionalProperties": False}
     offered = (ToolShape("get", {**bound, "required": ["x"]}), ToolShape("put", bound))
     choices: tuple[Choice, ...] = ("none", "auto")
-    places: tuple[Place, ...] = ("start", "text", "thinking")
     for seed in seeds:
         for choice in choices:
             rng = random.Random(f"{name} {seed}")
-            place = places[seed % 3]
+            place = PLACES[seed % 3]
             demand = Demand(place, choice, offered, thinks=rng.random() < 0.5)
             ids, complete = pieced(writer, demand, rng)
             calls = calls_in(writer, ids, place, complete)
             assert not calls or choice == "auto", writer.tokenizer.decode(ids)
             check(calls, offered)
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("name", names())
+def test_an_answer_is_a_value_that_fits_or_a_call_that_does(
+    name: str, spelling: str, seeds: range
+) -> None:
+    """Oracle: the parser and jsonschema, at the start of a turn and inside of a thought."""
+    writer = writer_of(name, spelling)
+    for seed in seeds:
+        for place in PLACES[::2]:
+            rng = random.Random(f"{name} {seed} {place}")
+            offered = tools(rng)
+            wanted = {**record(rng), "$defs": offered[0].parameters["$defs"]}
+            kept = offered if rng.random() < 0.5 else ()
+            demand = Demand(place, "auto", kept, schema=wanted, thinks=rng.random() < 0.3)
+            ids, complete = walk(writer, demand, rng)
+            done = segments_in(writer, ids, place, complete)
+            calls = [segment for segment in done if segment.kind == "tool_call"]
+            check(calls, kept)
+            if complete and not calls:
+                answer = "".join(segment.text for segment in done if segment.kind == "text")
+                jsonschema.validate(json.loads(answer), wanted, format_checker=FORMATS)
 
 
 ARGUMENTS: Sequence[tuple[dict[str, Any], bool]] = (
