@@ -152,7 +152,8 @@ class Page:
                 self.missing.append(f"{owner.name}.{field.name}: its class does not name it")
             cells = (field.name, self._typed(field.annotation), default_of(field))
             shown = [f"`{cell}`".replace("|", "\\|") if cell else "" for cell in cells]
-            lines.append(f"| {' | '.join(shown)} | {self._linked(about, owner.name)} |")
+            said = self._linked(about, owner.name).replace("|", "\\|")
+            lines.append(f"| {' | '.join(shown)} | {said} |")
         return lines
 
     def _signature(self, it: griffe.Function, name: str = "") -> list[str]:
