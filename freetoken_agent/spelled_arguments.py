@@ -78,14 +78,15 @@ class _Spelling:
         self._root = schema
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
-        """The schema with a reference at its top followed."""
+        """The schema with references at its top followed, and what it is all of put into it."""
         found = {} if isinstance(schema, bool) else dict(schema)
         for _ in range(_MAX_REFERENCES):
             reference = found.pop("$ref", None)
             if reference is None:
                 break
             found = {**self._target(reference), **found}
-        return found
+        parts = [self._resolved(part) for part in found.pop("allOf", ())]
+        return {**{key: part[key] for part in parts for key in part}, **found}
 
     def _target(self, reference: str) -> Mapping[str, Any]:
         target: Any = self._root
@@ -179,8 +180,6 @@ class _Tagged(_Spelling):
     def _alternatives(self, schema: Any, depth: int = 0) -> list[Schema]:
         """A schema without unions, lists of types and of constants, each as one alternative."""
         schema = self._resolved(schema)
-        parts = [self._resolved(part) for part in schema.pop("allOf", ())]
-        schema = {**{key: part[key] for part in parts for key in part}, **schema}
         constants = _constants(schema)
         if constants is not None:
             return [{"const": value} for value in constants]
@@ -286,6 +285,9 @@ class _Quoted(_Literals):
     def _string(self, schema: Schema) -> str:
         opened = self._rules.literal(self._quotes.open)
         return self._rules.rule(f"{opened} {self._text(schema, self._quotes.close)}")
+
+    def _plain(self, schema: Schema) -> str:
+        return self._string(schema) if _is_text(schema) else self._json(schema)
 
     def _constant(self, value: Any) -> str:
         if not isinstance(value, str):

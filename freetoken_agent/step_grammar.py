@@ -112,12 +112,37 @@ def _shape(tool: Mapping[str, Any]) -> ToolShape:
 
 
 def _enforced(shape: ToolShape, *, strict: bool) -> ToolShape:
-    """A tool whose schema cannot be enforced gets any arguments, which are checked afterwards; if
-    `strict`, UnsupportedSchema."""
+    """A tool with what of its schema can be enforced; the rest is checked afterwards. If `strict`,
+    UnsupportedSchema unless that is all of it."""
     try:
         check_schema(shape.parameters)
     except UnsupportedSchema:
         if strict:
             raise
-        return ToolShape(shape.name, {"type": "object", "additionalProperties": True})
+        return ToolShape(shape.name, _relaxed(shape.parameters))
     return shape
+
+
+def _relaxed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an object, with any value for those of its properties that have a keyword which
+    cannot be enforced; every property, if that is not enough."""
+    defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties", {})
+    kept = {
+        name: inner if _enforceable({**defined, **inner}) else {}
+        for name, inner in properties.items()
+        if isinstance(inner, Mapping)
+    }
+    named: dict[str, Any] = {"type": "object", "required": list(schema.get("required", ()))}
+    if schema.get("additionalProperties", not properties) is not False:
+        named["additionalProperties"] = True
+    relaxed = {**named, **defined, "properties": kept}
+    return relaxed if _enforceable(relaxed) else {**named, "properties": dict.fromkeys(kept, {})}
+
+
+def _enforceable(schema: Mapping[str, Any]) -> bool:
+    try:
+        check_schema(schema)
+    except UnsupportedSchema:
+        return False
+    return True

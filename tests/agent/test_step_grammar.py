@@ -20,7 +20,8 @@ from freetoken_agent import tool as tool_of
 from freetoken_agent.constraint import check_schema
 from freetoken_agent.generate_options import GenerateOptions
 from freetoken_agent.step_grammar import step_constraint
-from freetoken_agent.testing import Call, ScriptedModel
+from freetoken_agent.template import Item
+from freetoken_agent.testing import CHATML, Call, ScriptedModel
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -115,8 +116,36 @@ def test_what_is_checked_afterwards_need_not_bind_the_model_where_a_call_is_dema
     constraint = model.requests[0].sampling.constraint
     assert constraint is not None
     assert model.tokenizer.decode(list(constraint.forced())).endswith(
-        '{"name": "odd", "arguments": {'
+        '{"name": "odd", "arguments": {"path": '
     )
+
+
+@pytest.mark.parametrize("name", ["chatml", "Qwen3-Coder", "google-gemma-4-31B-it"])
+def test_of_a_schema_that_cannot_be_enforced_the_rest_is(name: str) -> None:
+    """Oracle: calls written by the template: one property has an unknown keyword and is free, the
+    other one is still bound."""
+    path = Path(__file__).parents[2].parent / f"shared/templates/{name}.jinja"
+    if name != "chatml" and not path.is_file():
+        pytest.skip("the folder of real templates, ../shared/templates, is not here")
+    source = CHATML if name == "chatml" else path.read_text(encoding="utf-8")
+    model = ScriptedModel([], template=source)
+    odd = tool("odd", any={"type": "string", "not": {"const": "x"}}, count={"type": "integer"})
+    for count, fits in ((3, True), ("three", False)):
+        constraint = step_constraint(model, [odd], "start", GenerateOptions.parse({}))
+        assert constraint is not None
+        begin = model.format.opener([Item("user", "?")]).ids
+        call = Item("tool_call", name="odd", arguments={"any": "a b", "count": count}, call_id="c1")
+        [piece] = model.format.layout([Item("user", "?"), call], start=1)
+        allowed = 0
+        ids = [*piece.gap_ids[len(begin) :], *piece.ids]
+        for token_id in ids:
+            row = np.zeros(model.tokenizer.vocab_size, dtype=np.float32)
+            constraint.mask(row)
+            if row[token_id] != 0:
+                break
+            constraint.accept(token_id)
+            allowed += 1
+        assert (allowed == len(ids)) is fits, model.tokenizer.decode(ids[:allowed])
 
 
 def test_a_call_cannot_be_demanded_behind_a_text_where_the_template_has_no_place_for_it() -> None:
