@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from tempfile import TemporaryDirectory
 
 from freetoken_agent import Agent, Store, tool
 from freetoken_agent.testing import Call, ScriptedModel
@@ -55,6 +56,8 @@ match sys.argv[1:]:
     case ["approve"]:
         approve()
     case _:  # both, in processes of their own
-        killed = subprocess.run([sys.executable, __file__, "ask"], check=False)
-        assert killed.returncode == -signal.SIGKILL
-        subprocess.run([sys.executable, __file__, "approve"], check=True)
+        this = os.path.abspath(__file__)
+        with TemporaryDirectory() as folder:
+            killed = subprocess.run([sys.executable, this, "ask"], cwd=folder, check=False)
+            assert killed.returncode == -signal.SIGKILL
+            subprocess.run([sys.executable, this, "approve"], cwd=folder, check=True)

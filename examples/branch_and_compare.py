@@ -41,7 +41,7 @@ async def compare(session: Session, question: str) -> Result[str]:
     return best
 
 
-with LocalModel.load("smollm2") as model, Store("tea-store") as store:
+with LocalModel.load("smollm2") as model, Store(":memory:") as store:  # or a folder
     tea = store.create("tea", model, system=BRIEF)
     best = asyncio.run(compare(tea, "Write the line for the new cinnamon cake."))
     print("kept:", best.session.branch)

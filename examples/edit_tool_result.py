@@ -14,7 +14,7 @@ brief = "You are a helpful travel assistant."
 sampling = {"max_tokens": 40, "repetition_penalty": 1.1, "parallel_tool_calls": False}
 agent = Agent(instructions=brief, tools=[get_weather], sampling=sampling)
 ask = "What clothes should I pack for Oslo?"
-with LocalModel.load("smollm2") as model, Store("travel-store") as store:
+with LocalModel.load("smollm2") as model, Store(":memory:") as store:  # or a folder
     s = store.create("oslo", model)
     print("before:", agent.run_sync(ask, session=s, tool_choice="required").output)
     [result] = s.find(kind="tool_result")
