@@ -8,6 +8,7 @@ whose windows were seen to differ from whole renderings is always rendered whole
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from .errors import TemplateUnsupported
@@ -158,6 +159,19 @@ class GapSource:
     def single(self, items: Sequence[Item], index: int, options: Options) -> list[Part]:
         """The gap before one item, looking at nothing after it."""
         _check_turn(items, index)
+        try:
+            return self._single(items, index, options)
+        except TemplateUnsupported:
+            if index < len(items) and same_message(items[index - 1], items[index]):
+                raise  # what does not belong together is not put together
+            held = _held(items[:index])
+            if held is None:
+                raise
+            with suppress(TemplateUnsupported):
+                return self._single([*held, *items[index:]], len(held), options)
+            raise
+
+    def _single(self, items: Sequence[Item], index: int, options: Options) -> list[Part]:
         if self._windows and index > preamble_length(items):
             shown = window(items, index)
             text = self._windowed([items[i] for i in shown], options, generation=False)
@@ -168,6 +182,17 @@ class GapSource:
 
     def opener(self, items: Sequence[Item], options: Options) -> list[Part]:
         """The generation opener after the last item."""
+        try:
+            return self._opener(items, options)
+        except TemplateUnsupported:
+            held = _held(items)
+            if held is None:
+                raise
+            with suppress(TemplateUnsupported):
+                return self._opener(held, options)
+            raise
+
+    def _opener(self, items: Sequence[Item], options: Options) -> list[Part]:
         if self._windows and len(items) > preamble_length(items):
             shown = window(items, len(items))
             text = self._windowed([items[i] for i in shown], options, generation=True)
@@ -243,6 +268,23 @@ class GapSource:
             assert refusal is not None, "without a rendering there was a refusal"
             raise refusal
         return rendering
+
+
+def _held(items: Sequence[Item]) -> list[Item] | None:
+    """A path that a template holds, with the frames of this one: models write thoughts and texts
+    before calls, and thoughts without an answer, whether their template has a place for them or
+    not. None if there is nothing to change."""
+    held: list[Item] = []
+    start = 0
+    for stop in range(1, len(items) + 1):
+        if stop < len(items) and same_message(items[stop - 1], items[stop]):
+            continue
+        message, start = items[start:stop], stop
+        calls = [item for item in message if item.kind == "tool_call"]
+        if not calls and message[-1].kind == "thinking":
+            calls = [replace(message[-1], kind="text")]
+        held += calls or message
+    return held if held != list(items) else None
 
 
 def _lent(items: Sequence[Item]) -> list[list[Item]]:
