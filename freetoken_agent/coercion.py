@@ -6,19 +6,25 @@ value; and models write objects into strings. The schema decides, and only where
 does not fit it: text stays text where text is allowed ("02134"), and nothing is guessed.
 """
 
+import datetime
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from .json_schema import Schema, branches, child, resolved
 from .json_values import read
 
 _BOOLEANS = {"true": True, "false": False}
 _NULLS = ("null", "none")
-_TIMES = ("date-time", "date")
-_NUMBER = re.compile(r"\s*[+-]?\d+(\.\d*)?\s*")
+_TIMES: Mapping[str, TypeAdapter[Any]] = {
+    "date-time": TypeAdapter(datetime.datetime),
+    "date": TypeAdapter(datetime.date),
+}
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 
 Misreading = tuple[tuple[str | int, ...], str]
 """The keys that lead to a value, and what is wrong with it."""
@@ -209,8 +215,14 @@ def _misreading(value: Any, schema: Schema) -> str:
 
 def _is_seconds(value: Any, schema: Schema) -> bool:
     """Whether pydantic would count seconds from 1970 on."""
-    is_time = schema.get("format") in _TIMES and "string" in _kinds(schema)
-    return is_time and isinstance(value, str) and _NUMBER.fullmatch(value) is not None
+    time = _TIMES.get(schema.get("format", ""))
+    if time is None or not isinstance(value, str) or not _NUMBER.fullmatch(value):
+        return False
+    try:
+        time.validate_strings(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _is_finite(value: str | int) -> bool:

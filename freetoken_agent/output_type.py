@@ -13,7 +13,7 @@ from .argument_problems import misread_in, problems_in
 from .coercion import coerce
 from .errors import InvalidOutputType, ModelRetry
 from .json_schema import resolved, schema_of
-from .json_values import frozen, read
+from .json_values import frozen, read, whole_characters
 from .tool_signature import NO_SCHEMA
 
 
@@ -60,7 +60,7 @@ class OutputType:
         if self.schema is None or self._adapter is None:
             return text
         try:
-            value = coerce(read(text), self.schema, self.schema)
+            value = coerce(whole_characters(read(text)), self.schema, self.schema)
         except ValueError as error:
             raise _refused(f"- it is no JSON: {error}") from error
         try:

@@ -20,7 +20,7 @@ from .coercion import coerce
 from .docstrings import Documentation
 from .errors import InvalidTool, ModelRetry
 from .json_schema import ordered, schema_of
-from .json_values import is_plain, read, thawed
+from .json_values import is_plain, read, thawed, whole_characters
 from .run_context import RunContext
 
 NO_SCHEMA = (PydanticUserError, PydanticUndefinedAnnotation, SchemaError, TypeError)
@@ -103,7 +103,7 @@ def as_object(tool: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
             raise invalid_arguments(tool, f"- they are no JSON object: {error}") from error
     if not isinstance(value, Mapping):
         raise invalid_arguments(tool, f"- they are no JSON object but {preview(value)}")
-    return {key: thawed(inner) for key, inner in value.items()}
+    return {key: thawed(inner) for key, inner in whole_characters(dict(value)).items()}
 
 
 def invalid_arguments(tool: str, problems: str) -> ModelRetry:

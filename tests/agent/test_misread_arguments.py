@@ -7,7 +7,7 @@ import enum
 import json
 from collections.abc import Callable, Iterable
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +79,8 @@ async def test_s34_what_pydantic_would_misread_is_told(hint: Any, written: Any, 
     [
         (float, "1e3", 1000.0),
         (float | str, "nan", "nan"),
+        (datetime.date | str, "2026", "2026"),
+        (str, "half \ud800 pair", "half \ufffd pair"),
         (str, "inf", "inf"),
         (int | bool, True, True),
         (bool, 1, True),
@@ -190,3 +192,60 @@ def test_misreadings_of_nested_unions_cost_what_the_value_costs() -> None:
     for _ in range(60):
         value = {"it": value}
     assert misreadings(value, root) == [(("it",) * 60, "should be a number")]
+
+
+class Node(BaseModel):
+    share: float
+    unit: Unit = Unit.KELVIN
+    more: "list[Node]" = []
+
+
+def of(kind: Any, *inner: Any) -> Any:
+    return kind[inner if len(inner) > 1 else inner[0]]
+
+
+LEAVES: list[Any] = [int, float, str, bool, None, Unit, Node, Decimal, Any, Literal["x", 1]]
+LEAVES += [datetime.date, datetime.datetime]
+HINTS = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.one_of(
+        inner.map(lambda hint: of(list, hint)),
+        inner.map(lambda hint: of(dict, str, hint)),
+        inner.map(lambda hint: of(dict, Unit, hint)),
+        st.tuples(inner, inner).map(lambda two: of(Union, *two)),
+        st.tuples(inner, inner).map(lambda two: of(tuple, *two)),
+    ),
+    max_leaves=4,
+)
+TEXTS = ["", "x", "1", "nan", "true", "null", "2026", "2026-01-02", "[1]", "[", "Kelvin", "\ud800"]
+TEXTS += ['{"share": "1", "unit": "KELVIN"}', '{"kelvin": [1]}']
+WRITTEN = st.recursive(
+    st.none() | st.booleans() | st.sampled_from([0, 1, -5, 1.5, HUGE]) | st.sampled_from(TEXTS),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["share", "more", "kelvin", "1"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(HINTS, st.lists(WRITTEN, min_size=1, max_size=5))
+def test_s34_any_arguments_are_read_or_told(hint: Any, written: list[Any]) -> None:
+    """Oracles: nothing else is ever raised, a message is short and says the field, and pydantic's
+    strict mode: what it takes, a tool gets, unless that is a misreading."""
+    made = tool(taking(hint))
+    for value in written:
+        try:
+            strict: Any = TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+        except ValidationError:
+            strict = LookupError
+        try:
+            [], read = made.reader.read("take", {"x": value})
+        except ModelRetry as told:
+            assert "- x" in str(told) or "of x" in str(told)
+            assert len(str(told)) < 5000
+            assert strict is LookupError or misreadings({"x": value}, made.parameters)
+            continue
+        if strict is not LookupError:
+            assert read["x"] == strict
