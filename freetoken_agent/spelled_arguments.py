@@ -48,8 +48,8 @@ def spell(rules: Rules, arguments: Arguments, schema: Schema, *, before: str = "
 
 
 def _slot(rules: Rules, arguments: Arguments, schema: Schema) -> str:
+    closed = {"type": "object", "additionalProperties": False, **schema}
     if isinstance(arguments, JsonArguments):
-        closed = {"type": "object", "additionalProperties": False, **schema}
         separators = {
             "item_separator": arguments.item_separator,
             "key_separator": arguments.key_separator,
@@ -58,7 +58,7 @@ def _slot(rules: Rules, arguments: Arguments, schema: Schema) -> str:
     if isinstance(arguments, PythonArguments):
         return _Python(rules, schema).keywords()
     assert isinstance(arguments, QuotedArguments)
-    return _Quoted(rules, arguments, schema).object(schema)
+    return _Quoted(rules, arguments, closed).object(closed)
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ class _Literals(_Spelling):
     """Values in a spelling of their own, by their types."""
 
     comma: ClassVar[str]
+    free_key: ClassVar[str]  # the terminal of a key that no schema names
 
     def __init__(self, rules: Rules, schema: Schema) -> None:
         super().__init__(rules, schema)
@@ -204,7 +205,15 @@ class _Literals(_Spelling):
     def object(self, schema: Schema) -> str:
         properties: Mapping[str, Any] = schema.get("properties", {})
         inside = self._inside(schema, {name: self._key(name) for name in properties})
+        free = schema.get("additionalProperties", True)
+        if not properties and free is not False:
+            inside = self._free(free if isinstance(free, Mapping) else {})
         return self._rules.rule(f'"{{" {inside} "}}"') if inside else '"{}"'
+
+    def _free(self, values: Schema) -> str:
+        """Members of any names."""
+        member = f"{self._rules.terminal(self.free_key)} {self._value(values)}"
+        return f"({member} ({quoted(self.comma)} {member})*)?"
 
     def _inside(self, schema: Schema, keys: Mapping[str, str]) -> str:
         """The members of an object; '' where it has none."""
@@ -274,6 +283,7 @@ class _Literals(_Spelling):
 
 class _Quoted(_Literals):
     comma = ","
+    free_key = "/[a-zA-Z_][a-zA-Z0-9_]{0,31}:/"
 
     def __init__(self, rules: Rules, quotes: QuotedArguments, schema: Schema) -> None:
         super().__init__(rules, schema)
@@ -298,6 +308,7 @@ class _Quoted(_Literals):
 
 class _Python(_Literals):
     comma = ", "
+    free_key = r'/"[^"\\\n]{1,32}": /'
 
     def keywords(self) -> str:
         """What stands between the parentheses; '' where the schema has no parameters."""

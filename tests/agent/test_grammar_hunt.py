@@ -133,6 +133,7 @@ def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         {"type": ["string", "null"], "maxLength": 5},
         {"anyOf": [{"type": ["integer", "null"], "maximum": 9}, text_schema(rng)]},
         {"allOf": [{"$ref": "#/$defs/kind"}]},
+        {"type": "object", "additionalProperties": {"type": "integer", "maximum": 9}},
     ]
     if depth == 2 or rng.random() < 0.6:
         return rng.choice(simple)
