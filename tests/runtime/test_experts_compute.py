@@ -88,7 +88,8 @@ def test_bits_do_not_depend_on_who_computes(workers: Workers, rows: int) -> None
 
 
 def test_many_rounds_leave_nothing_behind(workers: Workers) -> None:
-    """Oracle: the same result each time, by the same threads; none is left when it is closed."""
+    """Oracle: the same result each time, by the same threads; none runs any more when it is closed:
+    one on its way out of torch would abort a process that ends."""
     expected = Played().run(Workers())
     seen: set[threading.Thread] = set()
     for _ in range(40):
@@ -97,9 +98,7 @@ def test_many_rounds_leave_nothing_behind(workers: Workers) -> None:
         seen |= set(played.threads.values())
     assert len(seen) <= 4
     workers.close()
-    for thread in seen - {threading.current_thread()}:
-        thread.join(30.0)
-        assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in seen - {threading.current_thread()})
     assert torch.equal(Played().run(workers), expected)  # with new ones
 
 
@@ -111,9 +110,7 @@ def test_threads_end_with_their_owner() -> None:
     assert len(helpers) == 2
     del workers
     gc.collect()
-    for thread in helpers:
-        thread.join(30.0)
-        assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in helpers)
 
 
 def test_every_thread_has_one_compute_thread(workers: Workers) -> None:

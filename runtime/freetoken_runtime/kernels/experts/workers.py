@@ -25,6 +25,7 @@ import torch
 from ...errors import WorkerStalled
 
 TIMEOUT_S = 60.0  # an expert takes milliseconds, with thousands of rows seconds
+_LEAVING_S = 10.0  # a thread without a job leaves at once
 _WAITING_PER_HELPER = 2  # jobs that are there for a helper to take
 
 
@@ -82,9 +83,9 @@ class Workers:
     def __init__(self, helpers: int = 0, *, timeout_s: float = TIMEOUT_S) -> None:
         self.helpers = helpers
         self.timeout_s = timeout_s
-        self._rounds: list[SimpleQueue[_Round | None]] = []  # one for each helper that runs
+        self._helpers: list[_Helper] = []  # that run
         self._asking = threading.Lock()
-        finalize(self, _end, self._rounds)
+        finalize(self, _end, self._helpers)
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Do every job once and release it. Raises what a job or the iterable raised, when no
@@ -111,16 +112,16 @@ class Workers:
     def close(self) -> None:
         """End the threads; the next round that needs some has new ones."""
         with self._asking:
-            _end(self._rounds)
+            _end(self._helpers)
 
     def _share(self, jobs: Iterable[Job], round_: _Round) -> None:
         self._start()
-        for rounds in self._rounds:
-            rounds.put(round_)
+        for helper in self._helpers:
+            helper.rounds.put(round_)
         try:
             for job in jobs:
                 round_.waiting.put(job)
-                if round_.waiting.qsize() > _WAITING_PER_HELPER * len(self._rounds):
+                if round_.waiting.qsize() > _WAITING_PER_HELPER * len(self._helpers):
                     round_.do_one()
                 if round_.failure is not None:
                     break
@@ -137,12 +138,12 @@ class Workers:
     def _join(self, round_: _Round) -> None:
         """Wait for the helpers. Those that do not come back are left to themselves: the next round
         has others."""
-        for _ in self._rounds:
+        for _ in self._helpers:
             round_.waiting.put(None)
-        for _ in self._rounds:
+        for _ in self._helpers:
             if not round_.ended.acquire(timeout=self.timeout_s):
                 round_.abandoned = True
-                _end(self._rounds)
+                _dismiss(self._helpers)
                 raise WorkerStalled(
                     "a thread that computes an expert does not come back",
                     value=f"{self.timeout_s:g} s",
@@ -150,12 +151,19 @@ class Workers:
                 ) from round_.failure
 
     def _start(self) -> None:
-        while len(self._rounds) < self.helpers:
+        while len(self._helpers) < self.helpers:
             rounds: SimpleQueue[_Round | None] = SimpleQueue()
-            threading.Thread(
+            thread = threading.Thread(
                 target=_help, args=(rounds,), name="freetoken-worker", daemon=True
-            ).start()
-            self._rounds.append(rounds)
+            )
+            thread.start()
+            self._helpers.append(_Helper(thread, rounds))
+
+
+@dataclass(frozen=True)
+class _Helper:
+    thread: threading.Thread
+    rounds: "SimpleQueue[_Round | None]"
 
 
 def _alone(jobs: Iterable[Job]) -> None:
@@ -173,6 +181,19 @@ def _help(rounds: "SimpleQueue[_Round | None]") -> None:
         del round_  # nothing of it is kept while there is nothing to do
 
 
-def _end(rounds: "list[SimpleQueue[_Round | None]]") -> None:
-    while rounds:
-        rounds.pop().put(None)
+def _end(helpers: list[_Helper]) -> None:
+    """End the threads. They are waited for: one that is still on its way out of torch when the
+    process ends aborts it."""
+    for thread in _dismiss(helpers):
+        if thread is not threading.current_thread():  # the last reference may go in a helper
+            thread.join(_LEAVING_S)
+
+
+def _dismiss(helpers: list[_Helper]) -> list[threading.Thread]:
+    """Tell them to end, some perhaps in vain. Returns their threads."""
+    threads = []
+    while helpers:
+        helper = helpers.pop()
+        helper.rounds.put(None)
+        threads.append(helper.thread)
+    return threads
