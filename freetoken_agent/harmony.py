@@ -5,8 +5,7 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{}          the model, mostly
     <|channel|>commentary<|message|>I will look.                                 words before calls
 
-The unit of a call begins with its recipient in all of them; what precedes that is frame. Words
-behind a thought stay in it: the template has no place for a thought, a text and a call.
+The unit of a call begins with its recipient in all of them; what precedes that is frame.
 https://cookbook.openai.com/articles/openai-harmony
 """
 
@@ -34,12 +33,12 @@ def as_models_write(markup: Markup) -> Markup:
     """The markup of such a template with the headers that it does not show."""
     call = Marker(f"{_COMMENTARY} to=", "call", unit=_RECIPIENT)
     words = Marker(f"{_COMMENTARY}<|message|>", "text")
-    later = replace(call, core=_NEXT + call.core)
+    later = [replace(marker, core=_NEXT + marker.core) for marker in (call, words)]
     return replace(
         markup,
         start=_longest_first(*markup.start, call, words),
-        text=_longest_first(*markup.text, later),
-        thinking=_longest_first(*markup.thinking, later),
+        text=_longest_first(*markup.text, later[0]),
+        thinking=_longest_first(*markup.thinking, *later),
         calls=NamedJsonCalls(_CALL),
     )
 

@@ -239,11 +239,9 @@ def test_headers_of_calls_as_gpt_oss_writes_them(header: str, thought: str) -> N
     format, tokenizer = MORE["channels"]
     text = thought + ("<|end|><|start|>assistant" if thought else "") + header + '{"p": "/"}'
     events = parse_turn(format, tokenizer, tokenizer.encode_frame(text))
-    before = [("thinking", "Hm.")] if thought else []
-    if "I look." in header:
-        words = text.rpartition("<|end|>")[0].removeprefix("<|channel|>analysis<|message|>")
-        before = [("thinking", words)] if thought else [("text", "I look.")]
-    assert brief(events) == [*before, ("tool_call", "ls", {"p": "/"})]
+    thoughts = [("thinking", "Hm.")] if thought else []
+    words = [("text", "I look.")] if "I look." in header else []
+    assert brief(events) == [*thoughts, *words, ("tool_call", "ls", {"p": "/"})]
     assert segments(events)[-1].text.startswith("to=functions.ls")
 
 
