@@ -41,6 +41,7 @@ R = TypeVar("R")
 
 ApprovalRule = Callable[[RunContext[Any], dict[str, Any]], bool | Awaitable[bool]]
 
+_NOT_FOR_MODELS = ("$schema", "$id", "$comment")  # of a schema: they cost ids and say nothing
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
@@ -139,10 +140,11 @@ class Tool(Generic[P, R]):
         if not callable(function):
             raise InvalidTool("a tool is a function", value=function, remedy=_instead(function))
         schema = _object_schema(name, parameters)
+        shown = {key: value for key, value in schema.items() if key not in _NOT_FOR_MODELS}
         return Tool(
             name=_checked_name(name),
             description=chosen.pop("description", ""),
-            parameters=frozen(schema),
+            parameters=frozen(shown),
             function=function,
             reader=SchemaReader.of(name, schema),
             **chosen,
