@@ -36,14 +36,14 @@ class Head:
     tail: Tail
 
 
-CallState = Literal["approved", "denied", "running", "finished"]
+CallState = Literal["approved", "denied", "running", "ended", "finished"]
 
 
 @dataclass(frozen=True)
 class CallMark:
     """How far an open call has come; `segment` is the call's. `text` and `error`: why it was
-    denied, or the result of one that has finished, before it enters the path; `live`: what the
-    model is to see instead of that result."""
+    denied, or the result of one that has ended (a hook is still to see it) or finished, before it
+    enters the path; `live`: what the model is to see instead of that result."""
 
     segment: str
     state: CallState

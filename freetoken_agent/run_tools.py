@@ -77,6 +77,7 @@ class ToolStage:
         self._known: dict[str, ToolOutcome] = {}  # by segment: outcomes that need no run
         self._live: dict[str, str] = {}  # what a hook made of a result
         self._interrupted: set[str] = set()
+        self._unseen: set[str] = set()  # known, but the hook that sees results has not spoken
         self._done: dict[str, ToolOutcome] = {}
         self._task: asyncio.Task[tuple[ToolOutcome, ...]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,8 +93,10 @@ class ToolStage:
                 continue
             mark = self._writer.mark_of(call)
             decision = decisions.get(call.call_id or "")
-            if mark is not None and mark.state == "finished":
+            if mark is not None and mark.state in ("ended", "finished"):
                 self._know(call, mark.text, "raised" if mark.error else "ok")
+                if mark.state == "ended":
+                    self._unseen.add(call.id)
                 if mark.live is not None:
                     self._live[call.id] = mark.live
             elif mark is not None and mark.state == "running" and decision is not True:
@@ -167,9 +170,11 @@ class ToolStage:
         return await asks_for_approval(tool, ToolCall.of(call), self._context)
 
     async def _waiting(self) -> list[Segment]:
-        """The calls that will run. A hook may refuse one."""
+        """The calls that will run. Hooks may refuse one, and see what an earlier run left them."""
         waiting = []
         for call in self._calls:
+            if call.id in self._unseen:
+                self._known[call.id] = await self._seen(call, self._known[call.id])
             if call.id in self._known or call.id in self._interrupted:
                 continue
             try:
@@ -195,16 +200,10 @@ class ToolStage:
         async def finished(outcome: ToolOutcome) -> None:
             call = segments[id(outcome.call)]
             self._trace.tool_ended(outcome)
-            plain = outcome
-            live: str | None = None
-            try:
-                outcome, live = await self._seen_by_hook(plain)
-            finally:  # a hook that raises ends the run, but the tool has worked
-                mark = CallMark(call.id, "finished", outcome.text, outcome.is_error, live)
+            if self._agent.hooks.after_tool is not None:
+                mark = CallMark(call.id, "ended", outcome.text, outcome.is_error)
                 await in_thread(partial(self._writer.mark, mark))
-            if live is not None:
-                self._live[call.id] = live
-            self._done[call.id] = outcome
+            self._done[call.id] = outcome = await self._seen(call, outcome)
             news.put_nowait((call, outcome))
 
         try:
@@ -223,15 +222,19 @@ class ToolStage:
             self._trace.tools_left()
             news.put_nowait(None)
 
-    async def _seen_by_hook(self, outcome: ToolOutcome) -> tuple[ToolOutcome, str | None]:
-        """The outcome, and what the model sees instead."""
-        hook = self._agent.hooks.after_tool
+    async def _seen(self, call: Segment, outcome: ToolOutcome) -> ToolOutcome:
+        """Let the hook see the outcome, and remember both it and what the model sees instead."""
+        hook, live = self._agent.hooks.after_tool, None
         made = await call_hook(hook, self._context, outcome.call, outcome)
-        if made is None:
-            return outcome, None
         if isinstance(made, ToolOutcome):
-            return replace(outcome, status=made.status), made.text
-        return outcome, result_text(made)
+            outcome, live = replace(outcome, status=made.status), made.text
+        elif made is not None:
+            live = result_text(made)
+        mark = CallMark(call.id, "finished", outcome.text, outcome.is_error, live)
+        await in_thread(partial(self._writer.mark, mark))
+        if live is not None:
+            self._live[call.id] = live
+        return outcome
 
     async def _flush(self) -> AsyncGenerator[RunEvent, None]:
         """Move results into the path, up to the first call that has none. A call that an edit took

@@ -103,7 +103,11 @@ async def test_a_rule_in_a_run_reports_its_edit_and_its_price(thinking: bool | N
     """Oracle: the plan and the usage of the model call that follows, whatever opener it asks for;
     the hook hears of it; the run stays one undo step."""
     heard: list[tuple[int, Edit]] = []
-    hooks = Hooks(on_edit=lambda context, edit: heard.append((context.step, edit)))
+    proposed: list[int] = []
+    hooks = Hooks(
+        before_edit=lambda _, proposal: proposed.append(proposal.edit.plan.prefill_tokens),
+        on_edit=lambda context, edit: heard.append((context.step, edit)),
+    )
     rule = ClearToolResults(trigger=0, keep=1)
     script = [Call("read", {"size": 300}) for _ in range(4)]
     made = Agent(model_of(*script, "done"), tools=[read], hooks=hooks, context_rules=[rule])
@@ -116,6 +120,7 @@ async def test_a_rule_in_a_run_reports_its_edit_and_its_price(thinking: bool | N
             ("clear_tool_results", step) for step in (2, 3, 4)
         ]
         assert heard == [(event.step, event.edit) for event in seen.edits]
+        assert proposed == [event.edit.plan.prefill_tokens for event in seen.edits]
         results = [r.content == CLEARED for r in session.find(kind="tool_result")]
         assert results == [True, True, True, False]
         session.undo()

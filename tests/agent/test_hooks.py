@@ -25,6 +25,7 @@ from freetoken_agent import (
     tool,
 )
 from freetoken_agent.errors import ModelRetry
+from freetoken_agent.pairing import INTERRUPTED
 from freetoken_agent.testing import Call, ScriptedModel
 
 SECRET = "the whole page, which nobody should have to read"
@@ -167,6 +168,45 @@ async def test_a_shortened_result_stays_short_across_a_restart(memory_store: Sto
     assert results(again)[1] == "(1)" and SECRET not in forwarded(model)
     versions = again.versions(again.find(kind="tool_result")[1])
     assert [v.content for v in versions] == [f"{SECRET} (1)", "(1)"]
+
+
+@pytest.mark.parametrize("how", ["raises", "is cancelled"])
+@pytest.mark.parametrize("then", ["resume", "append"])
+async def test_a_result_that_the_hook_has_not_seen_is_kept_for_it(
+    memory_store: Store, how: str, then: str
+) -> None:
+    """Oracles: one execution of the tool; the hook is asked again; what it did not let through is
+    never forwarded, whoever goes on."""
+    asked: list[str] = []
+
+    async def broken(context: RunContext[Any], call: ToolCall, outcome: ToolOutcome) -> str:
+        asked.append(outcome.text)
+        if how == "raises":
+            raise ZeroDivisionError
+        task.cancel()
+        await asyncio.sleep(10)
+        return ""
+
+    executed: list[int] = []
+
+    @tool
+    def once() -> str:
+        """Work."""
+        executed.append(1)
+        return SECRET
+
+    model = ScriptedModel([Call("once", {}), "done", "later"])
+    session = memory_store.create("s", model)
+    made: Agent[Any, str] = Agent(model, tools=[once], hooks=Hooks(after_tool=broken))
+    task = asyncio.create_task(made.run("go", session=session))
+    with pytest.raises((ZeroDivisionError, asyncio.CancelledError)):
+        await task
+    again = memory_store.open("s", model)
+    if then == "append":
+        again.append("user", "and now?")
+    assert (await made.replace(hooks=Hooks(after_tool=shorter)).resume(again)).output == "done"
+    assert results(again) == [SECRET[-3:] if then == "resume" else INTERRUPTED]
+    assert asked == [SECRET] and executed == [1] and SECRET not in forwarded(model)
 
 
 REQUESTS: dict[str, StepRequest] = {
