@@ -35,7 +35,8 @@ class Child:
             tool(self.second),
             tool(self.guarded, needs_approval=True),
         ]
-        return Agent(model, tools=tools, hooks=Hooks(before_tool=self._before_tool))
+        hooks = Hooks(before_tool=self._before_tool, after_tool=self._after_tool)
+        return Agent(model, tools=tools, hooks=hooks)
 
     async def first(self) -> str:
         """Goes on for ever where the second one is to end before it."""
@@ -74,6 +75,9 @@ class Child:
 
     def _before_tool(self, *_: object) -> None:
         self._die_at("before a tool")
+
+    def _after_tool(self, *_: object) -> None:
+        self._die_at("after a tool")
 
     def _die_at(self, point: str) -> None:
         if point == self._kill:

@@ -178,6 +178,13 @@ def test_a_finished_result_is_used_though_another_call_was_killed(
     assert processes.results() == expected
 
 
+def test_a_kill_while_a_hook_sees_a_result_costs_no_second_execution(processes: Processes) -> None:
+    """Oracle: one execution, whose result is used."""
+    processes.begin("first", kill="after a tool")
+    assert processes.resume()["output"] == "done"
+    assert processes.executed() == ["first"] and processes.results() == ["of first"]
+
+
 def test_a_kill_after_the_results_costs_no_second_execution(processes: Processes) -> None:
     """Oracle: one execution of each, and an answer."""
     processes.begin("first", "second", kill="step_finished")
