@@ -102,6 +102,8 @@ async def asks_for_approval(tool: AnyTool, call: ToolCall, context: RunContext[A
         tool.reader.read(tool.name, call.arguments)
     except ModelRetry:
         return False
+    except Exception:  # noqa: BLE001 - a user's validator may raise anything: a rule cannot be asked
+        return True
     arguments = coerce(as_object(tool.name, call.arguments), tool.parameters, tool.parameters)
     own = replace(context, call_id=call.id, tool_name=tool.name, max_retries=tool.retries)
     return bool(await call_hook(rule, own, arguments))

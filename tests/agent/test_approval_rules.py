@@ -2,9 +2,10 @@
 """`needs_approval` as a function: some calls of a tool wait for a decision, others run."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import AfterValidator
 
 from freetoken_agent import Agent, InvalidTool, RunContext, Store, Tool, tool
 from freetoken_agent.testing import Call, ScriptedModel, Step
@@ -94,6 +95,25 @@ async def test_a_rule_that_raises_ends_the_run_and_runs_nothing() -> None:
         mended = agent.replace(tools=[remover(outside, removed)])
         assert (await mended.resume(session, deps="/tmp")).output == "done"
     assert removed == ["/tmp/a"]
+
+
+async def test_where_a_rule_cannot_be_asked_a_person_is() -> None:
+    """A validator that fails by itself might not fail the next time. Oracle: the call waits."""
+
+    def fail(path: str) -> str:
+        raise LookupError(path)
+
+    @tool(needs_approval=lambda context, arguments: False)
+    def remove(path: Annotated[str, AfterValidator(fail)]) -> str:
+        """Remove a file."""
+        return path
+
+    agent = Agent(ScriptedModel([Call("remove", {"path": "/tmp/a"}), "done"]), tools=[remove])
+    result = await agent.run("go")
+    [waiting] = result.pending
+    done = await agent.resume(result.session, {str(waiting.call_id): True})
+    assert done.output == "done"
+    assert done.session.find(kind="tool_result")[0].content == "LookupError: /tmp/a"
 
 
 @pytest.mark.parametrize("rule", ["always", 1, None, bool])
