@@ -150,7 +150,9 @@ class _Tagged(_Spelling):
         for one in found:
             if "const" in one:
                 constant = one["const"]
-                kind: ValueType = "string" if isinstance(constant, str) or free else "object"
+                if free and not isinstance(constant, str):
+                    continue
+                kind: ValueType = "string" if isinstance(constant, str) else "object"
                 text = constant if isinstance(constant, str) else json.dumps(constant)
                 value = rules.plain(text, tags.close)
             elif free and not _is_text(one):
