@@ -44,7 +44,7 @@ class RunView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(self.tree, options.update(height=None), pad=False)
-        room = console.height - 1
+        room = max(1, console.height - 1)
         if self.follows and console.is_terminal:
             lines = lines[-room:]
         for line in lines:
