@@ -18,7 +18,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
 from . import events
 from .agent import Agent, Decision, Result, StepRequest
@@ -120,6 +120,9 @@ class Run(Generic[Output]):
     def cancel(self, mode: CancelMode = "immediate") -> None:
         """End the run: now, keeping what was written and leaving open calls open, or after the
         step in progress with its tools. The events up to the end still come. Any thread."""
+        if mode not in get_args(CancelMode):
+            modes = " or ".join(get_args(CancelMode))
+            raise InvalidAgent("a run is cancelled in another way", value=mode, limit=modes)
         self._cancelled = mode
         if mode == "immediate":
             if self._generation is not None:
@@ -186,6 +189,8 @@ class Run(Generic[Output]):
         system = agent.instructions
         if callable(system):
             system = await call_hook(system, self._context())
+            if not isinstance(system, str | None):
+                raise InvalidAgent("the function of the instructions returns no text", value=system)
         schemas = self._toolbox.schemas
         refused = agent.prompt_policy == "error" and bool(self._before)
         edit = await in_thread(partial(writer.set_preamble, system, schemas, dry_run=refused))

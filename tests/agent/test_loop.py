@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from freetoken_agent import (
     Agent,
     Hooks,
+    InvalidAgent,
     InvalidOutput,
     Limits,
     PromptDiffers,
@@ -304,6 +305,20 @@ async def test_an_agent_without_a_model_needs_a_session() -> None:
     """Oracle: the documented error."""
     with pytest.raises(NothingToGenerate, match="no model"):
         await Agent(tools=TOOLS).run("go")
+
+
+async def test_what_no_type_checker_has_seen_is_told() -> None:
+    """Oracle: the documented error."""
+    answer: Any = 5
+    with pytest.raises(InvalidAgent, match="no text"):
+        await agent("never", instructions=lambda _: answer).run("go")
+    mode: Any = "soon"
+    async with agent("hi").run_stream("go") as run:
+        with pytest.raises(InvalidAgent, match="immediate"):
+            run.cancel(mode)
+        async for _ in run:
+            pass
+    assert run.result.output == "hi"
 
 
 EVENTS = ("plan_ready", "tool_call_ready", "tool_finished", "segment_finished", "step_finished")
