@@ -311,9 +311,9 @@ class StreamParser:
         """Finish a call that no tag ends, if its last bracket was written. What an id holds behind
         it may be the end of the section, or the beginning of the next call."""
         fresh = self._tape.text[max(self._search, self._unit) :]
+        self._search = len(self._tape.text)
         if "}" not in fresh and ")" not in fresh:
             return False
-        self._search = len(self._tape.text)
         size = calls.ends_at(self._tape.literal(self._unit, self._search))
         return size is not None and self._close_call(self._tape.advanced(self._unit, size))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2 writes calls in each named format, in ids of its own tokenizer, and goes on after them."""
+"""SmolLM2 calls in each named format, in ids of its own tokenizer, and goes on after that."""
 
 from typing import Any
 
