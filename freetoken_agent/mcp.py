@@ -70,7 +70,7 @@ class MCPServer:
         has_sessions: bool = False,
         settings: MCPSettings,
     ) -> None:
-        """Use `stdio` or `http`. `make`: a new client, every time; `has_sessions`: as HTTP has.
+        """Use `stdio` or `http`. `make`: see `MakeClient`; `has_sessions`: as HTTP has.
         InvalidTool for a prefix, a time or settings that are none; MCPMissing."""
         if importlib.util.find_spec("mcp") is None:
             raise MCPMissing(
@@ -110,11 +110,19 @@ class MCPServer:
                 remedy='write MCPServer.stdio("python", ["server.py"])',
             )
 
-        def make() -> "Client":
-            from mcp import Client, StdioServerParameters
+        def make(begun: Callable[[], None]) -> "Client":
+            from mcp import Client, StdioServerParameters, stdio_client
 
             given = None if env is None else dict(env)
-            return Client(StdioServerParameters(command=command, args=list(args), env=given))
+            process = StdioServerParameters(command=command, args=list(args), env=given)
+
+            @asynccontextmanager
+            async def started() -> "AsyncIterator[Any]":
+                async with stdio_client(process) as streams:
+                    begun()
+                    yield streams
+
+            return Client(started())
 
         return cls(
             " ".join(words),
@@ -137,11 +145,12 @@ class MCPServer:
         """A server that is reached by streamable HTTP. `headers` go with each request."""
 
         @asynccontextmanager
-        async def make() -> "AsyncIterator[Client]":
+        async def make(begun: Callable[[], None]) -> "AsyncIterator[Client]":
             from httpx2 import AsyncClient, Timeout
             from mcp import Client
             from mcp.client.streamable_http import streamable_http_client
 
+            begun()
             waits = Timeout(connect_timeout_s, read=_READ_S)
             async with AsyncClient(headers=dict(headers or {}), timeout=waits) as http:
                 async with Client(streamable_http_client(url, http_client=http)) as client:

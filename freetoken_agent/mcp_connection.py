@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from mcp import Client
 
 T = TypeVar("T")
-MakeClient = Callable[[], "AbstractAsyncContextManager[Client]"]
+MakeClient = Callable[[Callable[[], None]], "AbstractAsyncContextManager[Client]"]
+"""A new client, every time. It calls what it is given as soon as it may be cancelled: a process
+whose start is cancelled is left half made by asyncio."""
 
 _CLOSING_S = (
     10.0  # the client itself gives a process 2 s to end, 2 s after SIGTERM, 2 s after SIGKILL
@@ -163,6 +165,7 @@ class Connection:
         self._make = make
         self._client: Client | None = None
         self._scope = anyio.CancelScope()
+        self._begun = anyio.Event()  # it may be cancelled
         self._settled = anyio.Event()  # the client is there, or it never will be
         self._stop = anyio.Event()
         self._gone = anyio.Event()
@@ -223,6 +226,7 @@ class Connection:
             return
         with anyio.move_on_after(_CLOSING_S, shield=True):
             if self._client is None:
+                await self._begun.wait()
                 self._scope.cancel()
             await self._gone.wait()
         self._scope.cancel()
@@ -230,7 +234,7 @@ class Connection:
     async def _own(self) -> None:
         try:
             with self._scope:
-                async with self._make() as client:
+                async with self._make(self._begun.set) as client:
                     self._client = client
                     self._settled.set()
                     await self._stop.wait()
@@ -239,6 +243,7 @@ class Connection:
             self.error = error
         finally:
             self._gone.set()
+            self._begun.set()
             self._settled.set()
 
 

@@ -259,7 +259,7 @@ async def test_servers_are_closed_in_any_order_by_any_task(
 async def test_a_request_ends_with_its_connection(log: Path) -> None:
     """Oracle: the documented signal, for a request that would never end by itself."""
     server = StdioServerParameters(command=sys.executable, args=[str(CHILD), str(log)])
-    link = Link(lambda: Client(server), 30.0)
+    link = Link(lambda begun: Client(server), 30.0)
     begun = threading.Event()
 
     async def never(_: Client) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MCP servers that do what they should not, and what is refused before there is one."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,38 @@ async def test_settings_of_a_server_are_those_of_its_tools() -> None:
         for one in await server.list_tools():
             assert (one.timeout, one.needs_approval, one.retries) == (5, True, 0)
             assert one.result_limit is limit and one.validate_after
+
+
+HURRIED = """
+import asyncio, os, sys, threading
+from freetoken_agent import MCPServer
+
+def held():
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+async def begin_and_leave(child, delay_s):
+    server = MCPServer.stdio(sys.executable, [child, "none"])
+    task = asyncio.create_task(server.list_tools())
+    await asyncio.sleep(delay_s)
+    task.cancel()
+    await asyncio.wait([task])
+    await server.close()
+
+async def main():
+    await begin_and_leave(sys.argv[1], 1)
+    before = held()
+    for number in range(40):
+        await begin_and_leave(sys.argv[1], number / 2000)
+    assert held() == before, (before, held())
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_that_is_left_while_it_starts_leaves_nothing() -> None:
+    """Oracles: open files and threads, which are as many as before; and Python's warnings of
+    processes and pipes that nobody closed."""
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", HURRIED, str(CHILD)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ResourceWarning" not in done.stderr
