@@ -140,7 +140,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
-WORDS = st.text("abc é\U0001f600.,!", min_size=1, max_size=30).map(str.strip).filter(bool)
+WORDS = st.text("abc é\U0001f600.,!<[{|`\n", min_size=1, max_size=30).map(str.strip).filter(bool)
 CALLS = st.tuples(
     st.sampled_from(["look_up", "f", "get-x2"]), st.dictionaries(KEYS, VALUES, max_size=4)
 )
