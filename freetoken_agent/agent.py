@@ -262,7 +262,8 @@ class Agent(Generic[Deps, Output]):
         that were never started or have been approved, then let the model answer. A call that was
         started and never ended becomes `interrupted`, unless its decision is True. `decisions`:
         call id -> True, False, or the text with which the call is denied; calls that nobody decided
-        about stay pending. InvalidDecision for a call that is not open."""
+        about stay pending. InvalidDecision for a call that there is not, and
+        for a denial that comes too late."""
         async with self.resume_stream(session, decisions, deps=deps) as run:
             async for _ in run:
                 pass

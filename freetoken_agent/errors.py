@@ -27,7 +27,7 @@ FreetokenError
 │   ├── RunLimit             a limit was reached
 │   └── InvalidOutput        the answer is not of the output type, and no attempt is left
 ├── RunUnfinished            the result of a run that has not ended
-├── InvalidDecision          a decision about a call that waits for none
+├── InvalidDecision          a decision about no call of the session, or one that comes too late
 ├── PromptDiffers            the session's preamble is not the agent's, and must not be replaced
 ├── MCPMissing               the package mcp is not installed
 ├── MCPServerFailed          an MCP server that does not start, answer, or stay
@@ -270,7 +270,8 @@ class RunUnfinished(FreetokenError):
 
 
 class InvalidDecision(FreetokenError):
-    """A decision that is none, or about no call that waits for one. Nothing was run."""
+    """A decision that is none, is about no call of the session, or denies one that has run. Nothing
+    was run."""
 
     code = "invalid_decision"
 

@@ -168,8 +168,9 @@ class Run(Generic[Output]):
         self._trace.opened(self._session)
         self._writer = self._session.begin_run(f"run {agent.name}")
         self._alone.enter_context(self._writer.alone())
-        check_decisions(options.decisions or {}, self._writer.open_calls())
-        self._before = {segment.id for segment in self._session.path()}
+        path = self._session.path()
+        check_decisions(options.decisions or {}, path, self._writer)
+        self._before = {segment.id for segment in path}
         self._finish: RunFinishReason | None = None
         self._choice = options.tool_choice
         self._last_answer = False

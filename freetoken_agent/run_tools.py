@@ -38,15 +38,20 @@ TOO_MANY = "Not called: this run may make no more calls. Answer with what you kn
 _log = logging.getLogger(__name__)
 
 
-def check_decisions(decisions: Mapping[str, Decision], calls: Sequence[Segment]) -> None:
-    """InvalidDecision unless each is about one of these open calls."""
-    waiting = [call.call_id or "" for call in calls]
+def check_decisions(
+    decisions: Mapping[str, Decision], path: Sequence[Segment], writer: RunWriter
+) -> None:
+    """InvalidDecision unless each is about a call of the path, and denies none that has run. What
+    was decided before may be said again, as a program does that was killed in between."""
+    calls = {call.call_id: call for call in path if call.kind == "tool_call"}
+    answers = {result.call_id: result for result in path if result.kind == "tool_result"}
     for call_id, decision in decisions.items():
-        if call_id not in waiting:
+        if call_id not in calls:
+            waiting = ", ".join(str(call) for call in calls if call not in answers)
             raise InvalidDecision(
-                "no open call has this id",
+                "the session has no call of this id",
                 value=call_id,
-                limit=f"open calls: {', '.join(waiting)}" if waiting else "no call is open",
+                limit=f"open calls: {waiting}" if waiting else "no call is open",
                 remedy="take the call_id of the calls in result.pending",
             )
         if not isinstance(decision, bool | str):
@@ -54,6 +59,18 @@ def check_decisions(decisions: Mapping[str, Decision], calls: Sequence[Segment])
                 "a decision is True, False, or the text with which the call is denied",
                 value=decision,
             )
+        mark = writer.mark_of(calls[call_id])
+        has_run = mark is not None and mark.state in ("ended", "finished")
+        if call_id in answers:
+            has_run = answers[call_id].content != _denial(decision)
+        if decision is not True and has_run:
+            raise InvalidDecision(
+                "the call has been answered and cannot be denied any more", value=call_id
+            )
+
+
+def _denial(decision: Decision) -> str:
+    return decision if isinstance(decision, str) else DENIED
 
 
 class ToolStage:
@@ -102,9 +119,8 @@ class ToolStage:
             elif mark is not None and mark.state == "running" and decision is not True:
                 self._interrupted.add(call.id)
             elif decision is False or isinstance(decision, str):
-                text = decision if isinstance(decision, str) else DENIED
-                self._know(call, text, "denied")
-                decided.append(CallMark(call.id, "denied", text, True))
+                self._know(call, _denial(decision), "denied")
+                decided.append(CallMark(call.id, "denied", _denial(decision), True))
             elif mark is not None and mark.state == "denied":
                 self._know(call, mark.text, "denied")
             elif decision is True:
