@@ -13,7 +13,6 @@ from freetoken_agent import (
     ClearToolResults,
     ContextOverflow,
     Hooks,
-    InvalidDecision,
     NothingToGenerate,
     ResultLimit,
     RunContext,
@@ -98,13 +97,6 @@ def add(a: int, b: int) -> int:
     """Add."""
     executed.append("add")
     return a + b
-
-
-@tool(needs_approval=True)
-def remove(path: str) -> str:
-    """Remove a file."""
-    executed.append("remove")
-    return f"removed {path}"
 
 
 executed: list[str] = []
@@ -198,68 +190,6 @@ async def test_a_store_that_is_closed_in_a_run_ends_it_with_its_error(memory_sto
     with pytest.raises(StoreClosed):
         await Agent(model, tools=[close, slow]).run("go", session=session)
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-@pytest.mark.parametrize(
-    ("decisions", "said"),
-    [
-        ({"nosuchid": True}, "no call of this id"),
-        ({"SEGMENT": True}, "no call of this id"),
-        ({"CALL": 1}, "True, False"),
-        ({"CALL": None}, "True, False"),
-        ({"CALL": True, "nosuchid": False}, "no call of this id"),
-    ],
-)
-async def test_decisions_about_nothing_are_refused_and_nothing_runs(
-    memory_store: Store, decisions: dict[str, Any], said: str
-) -> None:
-    """Oracle: the documented error; the call still waits, and can be decided."""
-    model = ScriptedModel([Call("remove", {"path": "a"}), "done"])
-    session = memory_store.create("s", model)
-    made = Agent(model, tools=[remove])
-    [call] = (await made.run("go", session=session)).pending
-    names = {"CALL": str(call.call_id), "SEGMENT": call.id}
-    with pytest.raises(InvalidDecision, match=said):
-        await made.resume(session, {names.get(k, k): v for k, v in decisions.items()})
-    assert executed == [] and (await made.resume(session)).pending == (call,)
-    assert (await made.resume(session, {str(call.call_id): True})).output == "done"
-    with pytest.raises(InvalidDecision, match="any more"):  # too late to deny it
-        await made.resume(session, {str(call.call_id): False})
-    assert executed == ["remove"]
-
-
-@pytest.mark.parametrize("decision", [True, False, "Ask Ann."])
-async def test_what_was_decided_may_be_said_again(
-    memory_store: Store, decision: bool | str
-) -> None:
-    """Oracle: the tool's own log, and the answer: a program that was killed behind the tool does as
-    it did before."""
-    model = ScriptedModel([Call("remove", {"path": "a"}), ZeroDivisionError("killed"), "done"])
-    session = memory_store.create("s", model)
-    made = Agent(model, tools=[remove])
-    [call] = (await made.run("go", session=session)).pending
-    decisions = {str(call.call_id): decision}
-    with pytest.raises(ZeroDivisionError):
-        await made.resume(session, decisions)
-    assert (await made.resume(session, decisions)).output == "done"
-    assert executed == (["remove"] if decision is True else [])
-
-
-async def test_a_call_that_has_run_is_not_denied(memory_store: Store) -> None:
-    """Oracle: the documented error, though its result is not on the path yet; granting it again is
-    no second execution."""
-    model = ScriptedModel([[Call("slow", {}), ADD], "done"])
-    session = memory_store.create("s", model)
-    made = Agent(model, tools=[slow, add])
-    async with made.run_stream("go", session=session) as run:
-        async for event in run:
-            if event.type == "tool_finished":
-                break
-    call_id = str(session.find(tool="add")[0].call_id)
-    with pytest.raises(InvalidDecision, match="any more"):
-        await made.resume(session, {call_id: False})
-    assert (await made.resume(session, {call_id: True})).output == "done"
-    assert executed == ["add"] and results(session) == [INTERRUPTED, "3"]
 
 
 async def test_a_finished_session_has_nothing_to_resume(memory_store: Store) -> None:
