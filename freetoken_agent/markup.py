@@ -158,7 +158,16 @@ def learn_markup(gaps: Gaps, calls: CallFormat | None) -> Markup:
 def _known(markers: Sequence[Marker | None]) -> tuple[Marker, ...]:
     """Each marker once, longer ones first, so that one which begins like another wins."""
     found = dict.fromkeys(marker for marker in markers if marker is not None)
+    if any(marker.target == "call" and marker.core.startswith("{") for marker in found):
+        found |= dict.fromkeys(_UNTAGGED)
     return tuple(sorted(found, key=lambda marker: -len(marker.core)))
+
+
+# Where calls are JSON without a tag, models of the Llama family also write these first.
+_UNTAGGED = (
+    Marker('{"type": "function", ', "call"),
+    Marker("<|python_tag|>", "call", unit="{"),
+)
 
 
 def _written(opener: str, gap: str | None) -> str:

@@ -245,6 +245,19 @@ def test_headers_of_calls_as_gpt_oss_writes_them(header: str, thought: str) -> N
     assert segments(events)[-1].text.startswith("to=functions.ls")
 
 
+@pytest.mark.parametrize("lead", ["", "<|python_tag|>"])
+@pytest.mark.parametrize("first", ["", '"type": "function", '])
+def test_calls_without_tags_as_llama_writes_them(lead: str, first: str) -> None:
+    """Oracle: by hand; in any chunking the tests of chunkings know. The template has neither."""
+    format = ChatFormat.learn(PLAIN, BYTES, call_format="llama3")
+    unit = f'{{{first}"name": "ls", "parameters": {{"p": "/"}}}}'
+    events = parse_turn(format, BYTES, BYTES.encode_frame(lead + unit))
+    assert brief(events) == [("tool_call", "ls", {"p": "/"})]
+    assert segments(events)[0].text == unit
+    for text in ('<|python_tag|>print("x")', '{"type": "object"}', '{"type": "function"}'):
+        assert brief(parse_turn(format, BYTES, BYTES.encode_frame(text))) == [("text", text)]
+
+
 def test_words_on_the_channel_of_calls_are_text() -> None:
     """Oracle: by hand."""
     format, tokenizer = MORE["channels"]
