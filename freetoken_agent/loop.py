@@ -119,7 +119,8 @@ class Run(Generic[Output]):
 
     def cancel(self, mode: CancelMode = "immediate") -> None:
         """End the run: now, keeping what was written and leaving open calls open, or after the
-        step in progress with its tools. The events up to the end still come. Any thread."""
+        step in progress with its tools. The events up to the end still come. Any thread.
+        InvalidAgent for another mode."""
         if mode not in get_args(CancelMode):
             modes = " or ".join(get_args(CancelMode))
             raise InvalidAgent("a run is cancelled in another way", value=mode, limit=modes)
