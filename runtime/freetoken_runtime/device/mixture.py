@@ -367,12 +367,8 @@ class DeviceExperts:
                 mine = rows[(rows >= part.start) & (rows < part.stop)]  # neighbours, as pairs rise
                 if len(mine):
                     out = made[start : start + len(mine)]
-                    jobs.append(
-                        Job(
-                            partial(_compute_rows, expert, of_layer.pick(mine), part.form, out),
-                            _stays,
-                        )
-                    )
+                    work = partial(_compute_rows, expert, of_layer.pick(mine), part.form, out)
+                    jobs.append(Job(work, _stays))
                     start += len(mine)
         self.serving.workers.run(jobs)
         upload = self._accelerator.upload
