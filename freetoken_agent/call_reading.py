@@ -16,6 +16,8 @@ from .call_format import (
 from .quoted_values import Quotes
 from .sentinels import PATTERN, sentinel
 
+_NAME = r"(?P<name>[^\s<>{}\[\]\":]+?)"
+
 
 def learn_call_format(unit: str, number: int, pair: str | None) -> CallFormat | None:
     """The format of a skeleton unit; None if it is of no family known here.
@@ -74,10 +76,16 @@ def _loose(literal: str) -> str:
 
 
 def _named(unit: str, name: str, brace: int) -> CallFormat:
-    """`before` name `between` {; the id may stand in between, or before the name."""
+    """`before` name `between` {; the id may stand in between, or before the name; or a name in a
+    space of names and a number are the id (`functions.f:0`)."""
     start = unit.index(name)
     before = PATTERN.sub("", unit[max(0, unit.rfind("\n", 0, start)) : start]).lstrip()
     between = unit[start + len(name) : brace]
+    space, number = re.search(r"\w+\.$", before), re.match(r":\d+", between)
+    if space is not None and number is not None:
+        whole = rf"(?P<id>{re.escape(space[0])}{_NAME}:\d+)"
+        rest = _loose(between[number.end() :])
+        return NamedJsonCalls(re.compile(_loose(before[: space.start()]) + whole + rest))
     ident = PATTERN.search(between)
     if ident is None:
         pattern = r"(?P<id>(?!))?" + _loose(between)
@@ -85,7 +93,7 @@ def _named(unit: str, name: str, brace: int) -> CallFormat:
         pattern = rf"(?:{_loose(between[: ident.start()])}(?P<id>[^\s<>\[\]\"]+?))?" + _loose(
             between[ident.end() :]
         )
-    return NamedJsonCalls(re.compile(_loose(before) + r"(?P<name>[^\s<>{}\[\]\":]+?)" + pattern))
+    return NamedJsonCalls(re.compile(_loose(before) + _NAME + pattern))
 
 
 def _quoted(unit: str, name: str, number: int) -> CallFormat | None:

@@ -21,7 +21,7 @@ from freetoken_agent.markup_probes import find_gaps
 from freetoken_agent.named_formats import FORMATS, HERMES, likely
 from freetoken_agent.parsing import SegmentDone, parse_turn
 from freetoken_agent.template import ChatFormat, Item
-from freetoken_agent.testing import CHATML, Call, ScriptedModel
+from freetoken_agent.testing import CHATML, Call, Raw, ScriptedModel
 from freetoken_agent.tools import tool
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "templates"
@@ -332,6 +332,18 @@ def test_a_template_reads_no_meaning_into_an_inlined_call(name: str) -> None:
         assert read is not None and call.text.count("</think>") == 2
         parsed = read.parse(call.text)
         assert parsed is not None and dict(parsed.arguments) == arguments
+
+
+def test_the_name_and_number_of_a_kimi_call_are_its_id() -> None:
+    """Oracle: the template, whose results name the call they answer as the model did."""
+    format, tokenizer = learned("moonshotai-Kimi-K2")
+    replies = [turn(format, [("add", {"left": 1, "right": 2}), ("add", {"left": 3})]), "Three."]
+    model = ScriptedModel([Raw([*tokenizer.encode_frame(r), min(format.closers)]) for r in replies])
+    model.tokenizer, model.format = tokenizer, format
+    result = Agent(model, tools=[add]).run_sync("Go.")
+    calls = result.session.find(kind="tool_call")
+    assert [call.call_id for call in calls] == ["functions.add:0", "functions.add:1"]
+    assert "## Return of functions.add:1" in result.session.render()
 
 
 def _said(segment: Segment) -> tuple[object, ...]:
