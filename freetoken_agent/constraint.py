@@ -25,6 +25,9 @@ from .tokenizer import Tokenizer
 Row = np.ndarray[Any, np.dtype[np.float32]]
 
 _KEPT_GRAMMARS = 32
+# Twenty times what llguidance allows by default: where markers are plain text, several of them are
+# looked for in a thought at once.
+_LIMITS = llguidance.LLParserLimits(step_lexer_fuel=4_000_000, initial_lexer_fuel=4_000_000)
 
 
 class UnsupportedSchema(FreetokenError):
@@ -32,6 +35,12 @@ class UnsupportedSchema(FreetokenError):
     What was written may still be checked afterwards."""
 
     code = "unsupported_schema"
+
+
+class GrammarTooComplex(FreetokenError):
+    """What may come next takes too long to find out, with this template and these schemas."""
+
+    code = "grammar_too_complex"
 
 
 class GrammarConstraint:
@@ -45,33 +54,50 @@ class GrammarConstraint:
     @property
     def accepting(self) -> bool:
         """Whether the output so far may end here."""
-        return self._matcher.is_accepting()
+        accepting = self._matcher.is_accepting()
+        self._check()
+        return accepting
 
     def mask(self, row: Row) -> None:
         """Set what may not come next to -inf, in place."""
         allowed = np.zeros(len(row), dtype=bool)
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
         if self._matcher.is_stopped():
             allowed[list(self._stops)] = True
         else:
-            words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             bits = np.unpackbits(words, bitorder="little")[: len(row)]
             allowed[: len(bits)] = bits
         row[~allowed] = -np.inf
 
     def accept(self, token_id: int) -> None:
         """InvalidSampling if the id was not allowed: it was forced from outside."""
+        self._check()
         if self._matcher.is_stopped():
             return
-        if not self._matcher.consume_token(token_id):
+        if not self._matcher.validate_tokens([token_id]):
             raise InvalidSampling(
                 "a forced id does not fit the grammar of the step",
                 value=token_id,
                 remedy="leave force out, or the options that bind what the model writes",
             )
+        self._matcher.consume_token(token_id)
+        self._check()
 
     def forced(self) -> Sequence[int]:
         """The ids that must come next in any case."""
-        return self._matcher.compute_ff_tokens()
+        forced: Sequence[int] = self._matcher.compute_ff_tokens()
+        self._check()
+        return forced
+
+    def _check(self) -> None:
+        """The matcher never raises; once it has failed it only knows that it has stopped."""
+        if self._matcher.is_error():
+            raise GrammarTooComplex(
+                "what the model may write next cannot be worked out",
+                value=self._matcher.get_error().strip().splitlines()[0][:200],
+                remedy="offer fewer tools, or simpler schemas",
+            )
 
     def copy(self) -> "GrammarConstraint":
         return GrammarConstraint(self._matcher.deep_copy(), self._stops)
@@ -93,7 +119,7 @@ class Vocabulary:
             matcher = self._compiled.get(lark)
             if matcher is None:
                 grammar = llguidance.LLMatcher.grammar_from_lark(lark)
-                matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+                matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=_LIMITS)
                 if matcher.is_error():
                     raise _refused(matcher.get_error())
                 self._compiled[lark] = matcher

@@ -12,10 +12,10 @@ arguments that fit its schema, and blanks only where the template has them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .call_spelling import Literally, Part
+from .call_spelling import Literally
 from .call_writing import CallWriting
 from .lark import BLANKS, Rules, quoted
 from .markup import Gaps, Markup
@@ -55,27 +55,35 @@ class GrammarWriter:
     """Writes grammars for one template. Immutable."""
 
     def __init__(
-        self, tokenizer: Tokenizer, gaps: Gaps, markup: Markup, writing: CallWriting | None
+        self,
+        tokenizer: Tokenizer,
+        gaps: Gaps,
+        markup: Markup,
+        writings: Sequence[CallWriting],
+        words: tuple[str, str] | None = None,
     ) -> None:
+        """`writings`: the ways to write calls, none where none is known. `words`: what else may
+        begin a text, at the start of a turn and behind a thought."""
         self._tokenizer = tokenizer
         self._gaps = gaps
-        self._writing = writing
+        self._writings = tuple(writings)
+        self._words = words
         calls = [marker.core for marker in markup.text if marker.target == "call"]
         others = [marker.core for marker in markup.start if marker.target != "text"]
         self._never = self._plain(calls)
-        thoughts = [marker.core for marker in markup.thinking if marker.target == "call"]
+        thoughts = [marker.core for marker in markup.thinking if marker.core != self._closer()]
         self._never_thought = self._plain(thoughts)
         self._never_first = self._plain(core for core in others if core not in calls)
 
     @property
     def writes_calls(self) -> bool:
         """Whether it is known how the template writes calls."""
-        return self._writing is not None
+        return bool(self._writings)
 
     @property
     def calls_after_text(self) -> bool:
         """Whether the template has a place for calls behind a text."""
-        return self._writing is not None and self._writing.after_text is not None
+        return any(writing.after_text is not None for writing in self._writings)
 
     def lark(self, demand: Demand) -> str:
         """The grammar, in llguidance's Lark."""
@@ -101,56 +109,64 @@ class GrammarWriter:
         return gap[len(opener) :] if gap is not None and gap.startswith(opener) else ""
 
     def _closer(self) -> str:
-        """What ends a thought; '' where the template knows none."""
-        closer = self._gaps.thinking_to_text or self._gaps.thinking_to_call or ""
-        return closer if closer.strip() else ""
+        """What ends a thought, blanks aside; '' where the template knows none."""
+        return (self._gaps.thinking_to_text or self._gaps.thinking_to_call or "").strip()
 
     def _thought(self, rules: Rules, demand: Demand) -> str | None:
         """The rest of a thought, and what follows it; None where the template knows no thoughts."""
-        closer, writing = self._closer(), self._writing
-        core = closer.strip()
+        core = self._closer()
         if not core:
             return None
         alternatives = []
         thought = rules.content(self._never_thought, ())
         if demand.choice != "required":
             answer = rules.rule(self._answer(rules, demand))
+            closer = self._gaps.thinking_to_text or self._gaps.thinking_to_call or ""
             alternatives.append(f"{rules.until(core, thought)} {_blanks(closer)} {answer}")
-        if writing is not None and _calls(demand):
-            gap = writing.after_thought
-            if gap is None or not gap.strip().startswith(core):
-                gap = (gap or closer) + ("" if gap else writing.at_start)
-            gap = gap.lstrip()
-            if gap.startswith(core):
-                behind = gap[len(core) :]
-                gap = behind.lstrip()
-                begin = rules.begin(self._first(gap), blanks=behind != gap)
-                head = f"{rules.until(core, thought)} {begin}"
-            else:
-                head = rules.until(self._first(gap), thought)
-            alternatives.append(f"{head} {self._calls(rules, demand, gap)}")
+            if self._words is not None:
+                alternatives.append(f"{rules.until(self._words[1], thought)} {answer}")
+        for writing in self._writings if _calls(demand) else ():
+            alternatives.append(self._calls_after_thought(rules, demand, writing))
         return " | ".join(alternatives) or None
 
+    def _calls_after_thought(self, rules: Rules, demand: Demand, writing: CallWriting) -> str:
+        """The rest of a thought, its end, and calls."""
+        core, thought = self._closer(), rules.content(self._never_thought, ())
+        gap = writing.after_thought
+        if gap is None or not gap.strip().startswith(core):
+            closer = self._gaps.thinking_to_text or self._gaps.thinking_to_call or ""
+            gap = gap or closer + writing.at_start
+        gap = gap.lstrip()
+        if not gap.startswith(core):
+            head = rules.until(self._first(gap, writing), thought)
+            return f"{head} {self._calls(rules, demand, writing, gap)}"
+        behind = gap[len(core) :]
+        gap = behind.lstrip()
+        begin = rules.begin(self._first(gap, writing), blanks=behind != gap)
+        calls = self._calls(rules, demand, writing, gap)
+        return f"{rules.until(core, thought)} {begin} {calls}"
+
     def _at_start(self, rules: Rules, demand: Demand) -> str:
-        writing = self._writing
         alternatives = []
         if demand.choice != "required":
             alternatives.append(self._answer_at_start(rules, demand))
-        if writing is not None and _calls(demand):
-            begin = rules.begin(self._first(writing.at_start))
-            alternatives.append(f"{begin} {self._calls(rules, demand, writing.at_start)}")
+        for writing in self._writings if _calls(demand) else ():
+            begin = rules.begin(self._first(writing.at_start, writing))
+            calls = self._calls(rules, demand, writing, writing.at_start)
+            alternatives.append(f"{begin} {calls}")
         return " | ".join(alternatives)
 
     def _answer_at_start(self, rules: Rules, demand: Demand) -> str:
         """With what the model writes before an answer, unless that ends a thought: whether there
         is one says the opener of this generation."""
         answer, opener = self._answer(rules, demand), self._written(self._gaps.to_text)
-        closer, thought = self._closer().strip(), self._written(self._gaps.to_thinking).strip()
+        closer, thought = self._closer(), self._written(self._gaps.to_thinking).strip()
         if not opener.strip() or (closer and closer in opener):
             return answer
         if thought and opener.strip().startswith(thought):
             return answer
-        return f"{rules.begin(opener)} {rules.rule(answer)}"
+        openers = [opener, *(self._words or ())[:1]]
+        return " | ".join(f"{rules.begin(one)} {rules.rule(answer)}" for one in openers)
 
     def _text_goes_on(self, rules: Rules, demand: Demand) -> str:
         if demand.choice == "required" and self.calls_after_text:
@@ -168,64 +184,60 @@ class GrammarWriter:
 
     def _text_then_calls(self, rules: Rules, demand: Demand) -> str:
         """A text and calls behind it: the text ends where the first call's marker begins."""
-        assert self._writing is not None and self._writing.after_text is not None
-        gap = self._writing.after_text.lstrip()
         content = rules.content(self._never, self._never_first)
-        text = rules.until(self._first(gap), content)
-        return f"{text} {self._calls(rules, demand, gap)}"
+        alternatives = []
+        for writing in self._writings:
+            if writing.after_text is not None:
+                gap = writing.after_text.lstrip()
+                text = rules.until(self._first(gap, writing), content)
+                alternatives.append(f"{text} {self._calls(rules, demand, writing, gap)}")
+        return " | ".join(alternatives)
 
-    def _first(self, gap: str) -> str:
+    def _first(self, gap: str, writing: CallWriting) -> str:
         """With what a call behind this gap begins: its first control token, or its text up to the
         first control token or slot. One lexeme, so that it can be told from a text."""
-        assert self._writing is not None
-        head = self._writing.unit[0]
+        head = writing.unit[0]
         literal = gap + (head.text if isinstance(head, Literally) else "")
         first = self._tokenizer.split_frame(literal)[:1]
         return "".join(self._tokenizer.decode([p]) if isinstance(p, int) else p for p in first)
 
-    def _calls(self, rules: Rules, demand: Demand, gap: str) -> str:
+    def _calls(self, rules: Rules, demand: Demand, writing: CallWriting, gap: str) -> str:
         """One call or several, and the end of their section; `_first(gap)` is written already."""
-        writing = self._writing
-        assert writing is not None
-        opened = self._first(gap)
-        calls = [self._call(rules, tool, gap, opened) for tool in demand.tools]
+        opened = self._first(gap, writing)
+        calls = [_call(rules, writing, tool, gap, opened) for tool in demand.tools]
         more = ""
         if demand.parallel and writing.between is not None:
-            others = [self._call(rules, tool, writing.between, "") for tool in demand.tools]
+            others = [_call(rules, writing, tool, writing.between, "") for tool in demand.tools]
             more = f"{rules.rule(' | '.join(others))}*"
         return f"{rules.rule(' | '.join(calls))} {more} {rules.literal(writing.end)}".strip()
 
-    def _call(self, rules: Rules, tool: ToolShape, gap: str, opened: str) -> str:
-        """A call of one tool behind a gap, without what was `opened` of both."""
-        writing = self._writing
-        assert writing is not None
-        options = [self._unit(rules, writing.unit, tool, gap, opened)]
-        if writing.bare != writing.unit and not tool.parameters.get("required"):
-            bare = self._unit(rules, writing.bare, tool, gap, opened)
-            if not tool.parameters.get("properties"):
-                return bare
-            options.append(bare)
-        return " | ".join(options)
 
-    def _unit(
-        self, rules: Rules, parts: Sequence[Part], tool: ToolShape, gap: str, opened: str
-    ) -> str:
-        assert self._writing is not None
-        written: list[str] = []
-        before = gap + (parts[0].text if isinstance(parts[0], Literally) else "")
-        before = before.removeprefix(opened)
-        for part in parts[1:] if isinstance(parts[0], Literally) else parts:
-            if isinstance(part, Literally):
-                before += part.text
-                continue
-            if part == "arguments":
-                arguments = self._writing.arguments
-                written.append(spell(rules, arguments, tool.parameters, before=before))
-            else:
-                slot = quoted(tool.name) if part == "name" else _ID if part == "id" else _INDEX
-                written.append(f"{rules.literal(before)} {slot}")
-            before = ""
-        return " ".join([*written, rules.literal(before)]).strip()
+def _call(rules: Rules, writing: CallWriting, tool: ToolShape, gap: str, opened: str) -> str:
+    """A call of one tool behind a gap, without what was `opened` of both."""
+    options = [_unit(rules, writing, tool, gap, opened)]
+    if writing.bare != writing.unit and not tool.parameters.get("required"):
+        bare = _unit(rules, replace(writing, unit=writing.bare), tool, gap, opened)
+        if not tool.parameters.get("properties"):
+            return bare
+        options.append(bare)
+    return " | ".join(options)
+
+
+def _unit(rules: Rules, writing: CallWriting, tool: ToolShape, gap: str, opened: str) -> str:
+    parts, written = writing.unit, list[str]()
+    before = gap + (parts[0].text if isinstance(parts[0], Literally) else "")
+    before = before.removeprefix(opened)
+    for part in parts[1:] if isinstance(parts[0], Literally) else parts:
+        if isinstance(part, Literally):
+            before += part.text
+            continue
+        if part == "arguments":
+            written.append(spell(rules, writing.arguments, tool.parameters, before=before))
+        else:
+            slot = quoted(tool.name) if part == "name" else _ID if part == "id" else _INDEX
+            written.append(f"{rules.literal(before)} {slot}")
+        before = ""
+    return " ".join([*written, rules.literal(before)]).strip()
 
 
 def _calls(demand: Demand) -> bool:

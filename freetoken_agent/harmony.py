@@ -13,6 +13,8 @@ import re
 from dataclasses import replace
 
 from .call_format import NamedJsonCalls
+from .call_spelling import Literally, Part
+from .call_writing import CallWriting
 from .markup import Gaps, Marker, Markup
 
 _RECIPIENT = "to=functions."
@@ -22,6 +24,9 @@ _CALL = re.compile(
 )
 _COMMENTARY = "<|channel|>commentary"
 _NEXT = "<|end|><|start|>assistant"
+
+WORDS = f"{_COMMENTARY}<|message|>", f"{_NEXT}{_COMMENTARY}<|message|>"
+"""What begins words before calls, at the start of a turn and behind a thought."""
 
 
 def is_harmony(gaps: Gaps) -> bool:
@@ -41,6 +46,28 @@ def as_models_write(markup: Markup) -> Markup:
         thinking=_longest_first(*markup.thinking, *later),
         calls=NamedJsonCalls(_CALL),
     )
+
+
+def writings(writing: CallWriting) -> tuple[CallWriting, ...]:
+    """How calls are written: as the template shows them, and as the model mostly writes them."""
+    tail = Literally(" <|constrain|>json<|message|>")
+    unit: tuple[Part, ...] = (
+        Literally(_RECIPIENT),
+        "name",
+        tail,
+        "arguments",
+        Literally("<|call|>"),
+    )
+    later = f"{_NEXT}{_COMMENTARY} "
+    own = replace(
+        writing,
+        unit=unit,
+        bare=unit,
+        at_start=f"{_COMMENTARY} ",
+        after_text=later,
+        after_thought=later,
+    )
+    return writing, own
 
 
 def _longest_first(*markers: Marker) -> tuple[Marker, ...]:

@@ -11,6 +11,7 @@ report    what it does beyond frames                   template_report.py
 from collections.abc import Sequence
 from functools import cached_property
 
+from . import harmony
 from .call_spelling import CallSpelling
 from .call_writing import learn_call_writing
 from .contents import ContentSource, find_transforms
@@ -117,7 +118,12 @@ class ChatFormat:
         """Grammars of what a model may write; learned when it is first asked for."""
         gaps = find_gaps(self._grammar)
         writing = learn_call_writing(self._grammar, self._markup, gaps)
-        return GrammarWriter(self._tokenizer, gaps, self._markup, writing)
+        if writing is None:
+            return GrammarWriter(self._tokenizer, gaps, self._markup, ())
+        if not harmony.is_harmony(gaps):
+            return GrammarWriter(self._tokenizer, gaps, self._markup, (writing,))
+        writings = harmony.writings(writing)
+        return GrammarWriter(self._tokenizer, gaps, self._markup, writings, harmony.WORDS)
 
     @property
     def closers(self) -> frozenset[int]:

@@ -21,7 +21,7 @@ from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 from freetoken_agent.coercion import coerce
 from freetoken_agent.constraint import GrammarConstraint, vocabulary
 from freetoken_agent.errors import TemplateUnsupported
-from freetoken_agent.grammar import Demand, ToolShape
+from freetoken_agent.grammar import Demand, Place, ToolShape
 from freetoken_agent.parsing import SegmentDone, StreamParser
 from freetoken_agent.template import ChatFormat
 from freetoken_agent.testing import CHATML
@@ -291,3 +291,41 @@ def test_a_constraint_leads_its_copies_lives_apart() -> None:
     second = first.copy()
     assert feed(first, tokenizer, CALL) == len(tokenizer.encode_frame(CALL))
     assert tokenizer.decode(list(second.forced())) == forced
+
+
+NEXT = "<|end|><|start|>assistant"
+COMMENTARY = "<|channel|>commentary"
+OWN = " <|constrain|>json<|message|>{{{0}}}<|call|>"
+SHOWN = f" to=functions.get{COMMENTARY}" + OWN.replace("<|constrain|>", "")
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("start", f"{COMMENTARY} to=functions.get{OWN}"),
+        ("start", f"{COMMENTARY}<|message|>I look.{NEXT}{COMMENTARY} to=functions.get{OWN}"),
+        ("start", f"<|channel|>analysis<|message|>hm{NEXT}{COMMENTARY} to=functions.get{OWN}"),
+        ("thinking", f"hm{NEXT}{COMMENTARY} to=functions.get{OWN}"),
+        (
+            "thinking",
+            f"hm{NEXT}{COMMENTARY}<|message|>So.{NEXT}{SHOWN}",
+        ),
+        ("thinking", f"hm{NEXT}<|channel|>final<|message|>Done."),
+        ("start", "<|channel|>final<|message|>Done."),
+    ],
+)
+def test_gpt_oss_calls_as_it_does_and_as_its_template_shows(place: Place, text: str) -> None:
+    """Oracle: turns written by hand, as the format's documentation has them."""
+    format = learned("openai-gpt-oss-120b.jinja")
+    tokenizer = tokenizer_of(format)
+    bound = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    for arguments, fits in (('"x": 1', True), ('"x": "1"', "{0}" not in text)):
+        demand = Demand(place, "auto", (ToolShape("get", bound),))
+        constraint = constraint_of(format, demand).copy()
+        ids = tokenizer.encode_frame(text.replace("{{{0}}}", "{" + arguments + "}"))
+        fed = feed(constraint, tokenizer, text.replace("{{{0}}}", "{" + arguments + "}"))
+        whole = fed == len(ids) and constraint.accepting
+        assert whole is fits, tokenizer.decode(ids[:fed])
+        if whole and place == "start":
+            calls = [s for s in parse(format, ids, complete=True) if s.kind == "tool_call"]
+            assert [call.arguments for call in calls] == [{"x": 1}] * ("{0}" in text)
