@@ -9,6 +9,7 @@ results    enter the path in call order, as soon as all before them are known
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -156,8 +157,9 @@ class ToolStage:
         self._task = asyncio.create_task(self._run_all(waiting, retries, news))
         warm = asyncio.create_task(self._warm()) if waiting else None
         try:
-            async for event in self._flush():
-                yield event
+            async with aclosing(self._flush()) as flushed:
+                async for event in flushed:
+                    yield event
             while (item := await news.get()) is not None:
                 call, outcome = item
                 yield events.ToolFinished(
@@ -167,8 +169,9 @@ class ToolStage:
                     status=outcome.status,
                     elapsed_s=outcome.elapsed_s,
                 )
-                async for event in self._flush():
-                    yield event
+                async with aclosing(self._flush()) as flushed:
+                    async for event in flushed:
+                        yield event
             outcomes = await self._ended()
             if warm is not None and not self.cancelled:
                 await warm
