@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .binding import Binding
     from .catalog import ModelNotFound
     from .changes import Change, InsertBefore, Remove, Replace
-    from .constraint import UnsupportedSchema
+    from .constraint import GrammarTooComplex, UnsupportedSchema
     from .context_rules import ClearThinking, ClearToolResults, ContextRule, Proposal
     from .errors import (
         ArgumentUnwritable,
@@ -154,7 +154,7 @@ _MODULES = {
     ".binding": ("Binding",),
     ".catalog": ("ModelNotFound",),
     ".changes": ("Change", "InsertBefore", "Remove", "Replace"),
-    ".constraint": ("UnsupportedSchema",),
+    ".constraint": ("GrammarTooComplex", "UnsupportedSchema"),
     ".context_rules": ("ClearThinking", "ClearToolResults", "ContextRule", "Proposal"),
     ".errors": (
         "ArgumentUnwritable",
@@ -266,6 +266,7 @@ __all__ = [
     "GenerationEvent",
     "GenerationInUse",
     "GenerationUnfinished",
+    "GrammarTooComplex",
     "Hooks",
     "InsertBefore",
     "InvalidAgent",
