@@ -63,7 +63,9 @@ class GrammarWriter:
         words: tuple[str, str] | None = None,
     ) -> None:
         """`writings`: the ways to write calls, none where none is known. `words`: what else may
-        begin a text, at the start of a turn and behind a thought."""
+        begin a text, at the start of a turn and behind a thought, where no value is wanted."""
+        self._closer = gaps.thinking_to_text or gaps.thinking_to_call or ""
+        self._core = self._closer.strip()  # what ends a thought; '' where there are none
         self._tokenizer = tokenizer
         self._gaps = gaps
         self._writings = tuple(writings)
@@ -71,7 +73,7 @@ class GrammarWriter:
         calls = [marker.core for marker in markup.text if marker.target == "call"]
         others = [marker.core for marker in markup.start if marker.target != "text"]
         self._never = self._plain(calls)
-        thoughts = [marker.core for marker in markup.thinking if marker.core != self._closer()]
+        thoughts = [marker.core for marker in markup.thinking if marker.core != self._core]
         self._never_thought = self._plain(thoughts)
         self._never_first = self._plain(core for core in others if core not in calls)
 
@@ -108,22 +110,17 @@ class GrammarWriter:
         opener = self._gaps.opener
         return gap[len(opener) :] if gap is not None and gap.startswith(opener) else ""
 
-    def _closer(self) -> str:
-        """What ends a thought, blanks aside; '' where the template knows none."""
-        return (self._gaps.thinking_to_text or self._gaps.thinking_to_call or "").strip()
-
     def _thought(self, rules: Rules, demand: Demand) -> str | None:
         """The rest of a thought, and what follows it; None where the template knows no thoughts."""
-        core = self._closer()
-        if not core:
+        if not self._core:
             return None
         alternatives = []
         thought = rules.content(self._never_thought, ())
         if demand.choice != "required":
             answer = rules.rule(self._answer(rules, demand))
-            closer = self._gaps.thinking_to_text or self._gaps.thinking_to_call or ""
-            alternatives.append(f"{rules.until(core, thought)} {_blanks(closer)} {answer}")
-            if self._words is not None:
+            closed = f"{rules.until(self._core, thought)} {_blanks(self._closer)}"
+            alternatives.append(f"{closed} {answer}")
+            if self._words is not None and demand.schema is None:
                 alternatives.append(f"{rules.until(self._words[1], thought)} {answer}")
         for writing in self._writings if _calls(demand) else ():
             alternatives.append(self._calls_after_thought(rules, demand, writing))
@@ -131,12 +128,8 @@ class GrammarWriter:
 
     def _calls_after_thought(self, rules: Rules, demand: Demand, writing: CallWriting) -> str:
         """The rest of a thought, its end, and calls."""
-        core, thought = self._closer(), rules.content(self._never_thought, ())
-        gap = writing.after_thought
-        if gap is None or not gap.strip().startswith(core):
-            closer = self._gaps.thinking_to_text or self._gaps.thinking_to_call or ""
-            gap = gap or closer + writing.at_start
-        gap = gap.lstrip()
+        core, thought = self._core, rules.content(self._never_thought, ())
+        gap = (writing.after_thought or self._closer + writing.at_start).lstrip()
         if not gap.startswith(core):
             head = rules.until(self._first(gap, writing), thought)
             return f"{head} {self._calls(rules, demand, writing, gap)}"
@@ -160,12 +153,14 @@ class GrammarWriter:
         """With what the model writes before an answer, unless that ends a thought: whether there
         is one says the opener of this generation."""
         answer, opener = self._answer(rules, demand), self._written(self._gaps.to_text)
-        closer, thought = self._closer(), self._written(self._gaps.to_thinking).strip()
-        if not opener.strip() or (closer and closer in opener):
+        thought = self._written(self._gaps.to_thinking).strip()
+        if not opener.strip() or (self._core and self._core in opener):
             return answer
         if thought and opener.strip().startswith(thought):
             return answer
-        openers = [opener, *(self._words or ())[:1]]
+        openers = [opener]
+        if self._words is not None and demand.schema is None:
+            openers.append(self._words[0])
         return " | ".join(f"{rules.begin(one)} {rules.rule(answer)}" for one in openers)
 
     def _text_goes_on(self, rules: Rules, demand: Demand) -> str:
