@@ -367,8 +367,8 @@ class DeviceExperts:
                 mine = rows[(rows >= part.start) & (rows < part.stop)]  # neighbours, as pairs rise
                 if len(mine):
                     out = made[start : start + len(mine)]
-                    work = partial(_compute_rows, expert, of_layer.pick(mine), part.form, out)
-                    jobs.append(Job(work, _stays))
+                    compute = partial(_compute_rows, expert, of_layer.pick(mine), part.form, out)
+                    jobs.append(Job(compute, _stays))
                     start += len(mine)
         self.serving.workers.run(jobs)
         upload = self._accelerator.upload
