@@ -40,6 +40,7 @@ talker = made("Hello [b]there[/b].")
 busy = made(["I try.", Call("fail", {"text": "broken"})], "It broke.")
 cleaner = made(Call("remove", {"path": "a.txt"}), "Done.")
 resting = made("Done.", "Later.")
+without_model = Agent(name="lost")
 number = 5
 """
 
@@ -174,6 +175,12 @@ def test_what_a_file_raises_is_shown_without_our_frames(
     assert said in result.stderr
     files = [line for line in result.stderr.splitlines() if line.strip().startswith("File ")]
     assert len(files) == 1 and str(program) in files[0] and "line 2" in files[0]
+
+
+def test_an_agent_without_a_model_is_told(play: Any) -> None:
+    """Oracle: the remedy."""
+    result = play("without_model", "Hi")
+    assert result.exit_code == 1 and "no model" in result.stderr and "--model" in result.stderr
 
 
 def test_without_a_message_a_session_is_needed(play: Any) -> None:
