@@ -100,10 +100,29 @@ def as_object(tool: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
         try:
             value = read(value.strip() or "{}")
         except ValueError as error:
-            raise invalid_arguments(tool, f"- they are no JSON object: {error}") from error
+            raise invalid_arguments(tool, f"- {_unread(value, error)}") from error
     if not isinstance(value, Mapping):
         raise invalid_arguments(tool, f"- they are no JSON object but {preview(value)}")
     return {key: thawed(inner) for key, inner in whole_characters(dict(value)).items()}
+
+
+def _unread(text: str, error: ValueError) -> str:
+    """What is wrong with a text that should be arguments, or with the call as its template writes
+    it: that is what there is of one that could not be read."""
+    brace = text.find("{")
+    if isinstance(error, json.JSONDecodeError) and error.pos == 0 < brace:
+        try:
+            json.JSONDecoder(strict=False).raw_decode(text, brace)
+        except json.JSONDecodeError as inside:
+            error = inside
+        except RecursionError:
+            pass
+    if not isinstance(error, json.JSONDecodeError):
+        return f"they are no JSON object: {error}"
+    if error.pos == 0:
+        return f"they cannot be read: {preview(text)}"
+    here = error.doc[error.pos :]
+    return f"they are no JSON object: {error.msg} at {preview(here) if here else 'the end'}"
 
 
 def invalid_arguments(tool: str, problems: str) -> ModelRetry:

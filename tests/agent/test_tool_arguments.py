@@ -223,7 +223,17 @@ async def test_s34_on_failure_the_model_is_told() -> None:
         ('{"place": ', "they are no JSON object: Expecting value"),
         ("[1]", "they are no JSON object but [1]"),
         ("5", "they are no JSON object but 5"),
-        ("order it", "they are no JSON object: Expecting value"),
+        ("order it", 'they cannot be read: "order it"'),
+        ('{"place": "Oslo", "days": zz}', 'they are no JSON object: Expecting value at "zz}"'),
+        (
+            '<tool_call>\n{"name": "order", "arguments": {"days": zz}}\n</tool_call>',
+            r'they are no JSON object: Expecting value at "zz}}\n</tool_call>"',
+        ),
+        (
+            "<tool_call>\n<function=order>\n<parameter=days>\n7\n</tool_call>",
+            r'they cannot be read: "<tool_call>\n<function=order>',
+        ),
+        ('{"place": "Oslo"', "they are no JSON object: Expecting ',' delimiter at the end"),
         ("[" * 5000, "they are no JSON object: it is too deep"),
         ('{"place": NaN}', "they are no JSON object"),
     ],
@@ -253,7 +263,7 @@ async def test_messages_stay_short() -> None:
     [
         ({}, "- a: is missing"),
         ({"a": 1, "c": 2}, "- c: is not known; known are: a, b; got 2"),
-        ('"x"', "no JSON object"),
+        ('"x"', 'they cannot be read: "x"'),
     ],
 )
 async def test_a_schema_from_elsewhere_is_checked_at_its_top(written: Any, told: str) -> None:
