@@ -105,8 +105,9 @@ class _Coercion:
             return False
         if branches(schema):
             parts = [resolved(branch, self._root) for branch in branches(schema)]
-            # In a union with text, pydantic prefers the time.
-            is_time = any(_is_seconds(value, part) for part in parts)
+            # Of text and a time, pydantic takes what comes first.
+            taken = next((p for p in parts if _is_seconds(value, p) or _is_any_text(p)), None)
+            is_time = taken is not None and _is_seconds(value, taken)
             return not is_time and any(self.fits(value, part) for part in parts)
         constants = _constants(schema)
         if constants is not None:
@@ -223,6 +224,10 @@ def _is_seconds(value: Any, schema: Schema) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def _is_any_text(schema: Schema) -> bool:
+    return "string" in _kinds(schema) and schema.keys() <= {"type", "title", "description"}
 
 
 def _is_finite(value: str | int) -> bool:

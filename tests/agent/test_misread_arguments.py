@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any, Literal, Union
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -159,6 +159,8 @@ WORDS = st.sampled_from(["nan", "inf", "1", "2026", "true", "x", "2026-01-02"])
 
 
 @settings(deadline=None)
+@example([float, str, datetime.datetime], "1")
+@example([datetime.date, str], "0")
 @given(
     st.lists(KINDS, min_size=1, max_size=3, unique=True),
     st.none() | st.booleans() | st.integers() | WORDS,
