@@ -104,12 +104,12 @@ class Story:
     def _tell_agent(self, facts: Facts) -> None:
         if facts["act"] == "agent":
             _say(f"\n[bold]An agent[/]\n[cyan]user[/]    {facts['question']}")
-            for name, arguments in facts["calls"]:
+            for (name, arguments), result in zip(facts["calls"], facts["results"], strict=True):
                 said = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-                _say(f"[yellow]tool[/]    {name}({said})")
+                _say(f"[yellow]tool[/]    {name}({said}) → {result}")
             _answer(facts)
             return
-        _say("[bold]The weather is corrected, in the middle of its run:[/]")
+        _say("\n[bold]The weather is corrected, in the middle of its run:[/]")
         _say(f"[yellow]tool[/]    get_weather → {facts['result']}")
         _answer(facts)
         _say(f"  [dim]{facts['planned']} were planned[/]")

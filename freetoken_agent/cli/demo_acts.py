@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from freetoken_agent.generate_options import GenerateKwargs
 from freetoken_storage.errors import FreetokenError
@@ -38,12 +38,20 @@ QUESTION = "I fly to Oslo tomorrow. What should I pack?"
 WRONG = '{"forecast": "sunny, 24 degrees"}'
 RIGHT = '{"forecast": "heavy snow, -8 degrees"}'
 FOLLOW_UP = "And what do I need for the evening?"
-SUNNY = "Tomorrow it will be sunny in Oslo, 24 degrees."
+SUNNY = "Tomorrow there will be bright sunshine in Oslo, 24 degrees."
 SNOW = "Tomorrow there will be heavy snow in Oslo, -8 degrees."
-AGENT_QUESTION = "I fly to Oslo tomorrow. What should I pack, and where do I sleep?"
+AGENT_QUESTION = "I fly to Oslo tomorrow. What will the weather be like, and where do I sleep?"
 # greedy; a small model would otherwise repeat the tool's own words
 ASK: GenerateKwargs = {"max_tokens": 40, "repetition_penalty": 1.1}
 Name = Annotated[str, Field(max_length=24)]
+Line = Annotated[str, Field(max_length=60)]
+
+
+class Trip(BaseModel):
+    """What the agent answers. A model this small, left to itself, says the last result again."""
+
+    weather: Line
+    hotel: Line
 
 
 class DemoFailed(FreetokenError):
@@ -99,9 +107,11 @@ def answered(reply: "Reply") -> dict[str, Any]:
     }
 
 
-def ran(result: "Result[str]") -> dict[str, Any]:
+def ran(result: "Result[Trip]") -> dict[str, Any]:
+    claim(result.output is not None, "the agent answered", finish_reason=result.finish_reason)
+    said = {} if result.output is None else result.output.model_dump()
     return {
-        "text": result.output,
+        "text": "\n        ".join(f"{field}: {value}" for field, value in said.items()),
         "reused": result.usage.reused_tokens,
         "prefilled": result.usage.prefill_tokens,
         "ttft_s": result.usage.ttft_s,
@@ -194,15 +204,18 @@ def act_agent(store: "Store", model: "LocalModel") -> None:
         instructions=SYSTEM,
         tools=[get_weather, find_hotel],
         hooks=Hooks(before_model=one_tool_after_another),
-        sampling={**ASK, "parallel_tool_calls": False},
+        output_type=Trip,
+        sampling={**ASK, "max_tokens": 160, "parallel_tool_calls": False},
     )
     s = store.create("agent", model)
     first = agent.run_sync(AGENT_QUESTION, session=s)
     calls = [(call.tool, dict(call.arguments or {})) for call in s.find(kind="tool_call")]
     claim([name for name, _ in calls] == ["get_weather", "find_hotel"], "two tools", calls=calls)
-    tell("agent", question=AGENT_QUESTION, calls=calls, steps=first.steps, **ran(first))
-
     results = s.find(kind="tool_result")
+    returned = [result.content for result in results]
+    told = {"question": AGENT_QUESTION, "calls": calls, "results": returned}
+    tell("agent", **told, steps=first.steps, **ran(first))
+
     with s.batch("correct the weather"):
         s.rewind(to=results[-1])
         price = s.replace(results[0], SNOW, dry_run=True).plan

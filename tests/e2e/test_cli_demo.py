@@ -41,6 +41,7 @@ def test_the_story_and_its_figures(smollm2_path: Path) -> None:
     assert told["continued"]["text"] == told["cold"]["text"]
     assert [name for name, _ in told["agent"]["calls"]] == ["get_weather", "find_hotel"]
     assert told["agent"]["steps"] == 3
+    assert told["agent"]["text"] != told["corrected"]["text"]
     assert told["corrected"]["prefilled"] == told["corrected"]["planned"] < 150
     assert told["corrected"]["reused"] > told["corrected"]["prefilled"]
     for said in ("SIGKILL", "acknowledged segments are there", told["second"]["text"].strip()):
