@@ -44,7 +44,7 @@ AREAS = (
         "Agents",
         "[agents](../agents.md)",
         AGENT,
-        "agent loop run_context",
+        "agent loop runs.run_context",
         lead="Agent Result Run",
     ),
     Area(
@@ -52,7 +52,7 @@ AREAS = (
         "Tools and MCP",
         "[tools](../tools.md), [MCP](../mcp.md)",
         AGENT,
-        "tools tool_calls tool_results toolsets mcp",
+        "tools tooling.tool_calls tooling.tool_results tooling.toolsets mcp",
         lead="tool Tool",
     ),
     Area(
@@ -60,7 +60,7 @@ AREAS = (
         "Context rules",
         "[context rules](../context-rules.md)",
         AGENT,
-        "context_rules summaries changes",
+        "context_rules runs.summaries runs.changes",
         lead="ClearToolResults ClearThinking Summarise ContextRule",
     ),
     Area(
@@ -68,7 +68,7 @@ AREAS = (
         "Stores and sessions",
         "[quick start](../quickstart.md), [concepts](../concepts.md)",
         AGENT,
-        "store session generation segments binding",
+        "store session generation segments branches.binding",
         lead="Store Session Generation Reply Segment Edit ReusePlan Usage Miss",
     ),
     Area("events.md", "Events", "[streams](../agents.md#streams)", AGENT, "events"),
@@ -78,7 +78,7 @@ AREAS = (
         "Testing",
         "[testing](../testing.md)",
         AGENT,
-        "testing script tool_testing",
+        "testing proving.script tool_testing",
         lead="ScriptedModel",
     ),
     Area(

@@ -28,7 +28,7 @@ INTERNAL = {
 IMPLEMENTS = {
     "LocalModel": "freetoken_agent.model.Model",
     "ScriptedModel": "freetoken_agent.model.Model",
-    "ToolList": "freetoken_agent.toolsets.Toolset",
+    "ToolList": "freetoken_agent.tooling.toolsets.Toolset",
     "MemoryDatabase": "freetoken_storage.database.Database",
 }
 

@@ -18,10 +18,10 @@ from unittest import mock
 import jinja2
 from transformers.utils import chat_template_utils
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
+from freetoken_agent.chat_templates.items import Item, Options
 from freetoken_agent.errors import TemplateUnsupported
-from freetoken_agent.items import Item, Options
 from freetoken_agent.template import ChatFormat
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 
 NOW_S = 1_800_000_000.0
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)

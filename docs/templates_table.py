@@ -110,7 +110,8 @@ def _calls_section(rows: Sequence[Row]) -> list[str]:
         "",
         "The others, marked as above. What a template does not render is inlined in a session, as"
         " the next table says. Where it renders one call but no pair, `parallel_tool_calls=False`"
-        " is forced: the model writes one call in a step, and `reply.parallel_tool_calls` is False.",
+        " is forced: the model writes one call in a step, and `reply.parallel_tool_calls` is"
+        " False.",
         "",
         "| template | " + " | ".join(CALLS) + " | |",
         "|---|" + "---|" * (len(CALLS) + 1),

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     )
 
     from .agent import Agent, Hooks, Limits, Result, StepRequest
-    from .binding import Binding
+    from .branches.binding import Binding
     from .catalog import ModelNotFound
-    from .changes import Change, InsertBefore, Remove, Replace
-    from .constraint import GrammarTooComplex, UnsupportedSchema
     from .context_rules import ClearThinking, ClearToolResults, ContextRule, Proposal
     from .errors import (
         ArgumentUnwritable,
@@ -91,8 +89,8 @@ if TYPE_CHECKING:
         ToolCallStarted,
         ToolFinished,
     )
-    from .generate_options import OptionUnsupported, UnknownOption
     from .generation import Generation, GenerationInUse, GenerationUnfinished
+    from .grammars.constraint import GrammarTooComplex, UnsupportedSchema
     from .local_model import LocalModel
     from .loop import Run
     from .mcp import MCPServer
@@ -103,7 +101,10 @@ if TYPE_CHECKING:
         ModelClosed,
         ModelUnusable,
     )
-    from .run_context import RunContext
+    from .model_calls.generate_options import OptionUnsupported, UnknownOption
+    from .runs.changes import Change, InsertBefore, Remove, Replace
+    from .runs.run_context import RunContext
+    from .runs.summaries import Summarise
     from .segments import (
         BranchInfo,
         Diff,
@@ -122,11 +123,10 @@ if TYPE_CHECKING:
     )
     from .session import Session
     from .store import Store
-    from .summaries import Summarise
-    from .tool_calls import ToolCall, ToolOutcome
-    from .tool_results import InvalidToolResult, ResultLimit
+    from .tooling.tool_calls import ToolCall, ToolOutcome
+    from .tooling.tool_results import InvalidToolResult, ResultLimit
+    from .tooling.toolsets import ToolList, Toolset
     from .tools import Tool, tool
-    from .toolsets import ToolList, Toolset
 
 _MODULES = {
     "freetoken_storage.errors": (
@@ -151,10 +151,10 @@ _MODULES = {
         "WriteFailed",
     ),
     ".agent": ("Agent", "Hooks", "Limits", "Result", "StepRequest"),
-    ".binding": ("Binding",),
+    ".branches.binding": ("Binding",),
     ".catalog": ("ModelNotFound",),
-    ".changes": ("Change", "InsertBefore", "Remove", "Replace"),
-    ".constraint": ("GrammarTooComplex", "UnsupportedSchema"),
+    ".runs.changes": ("Change", "InsertBefore", "Remove", "Replace"),
+    ".grammars.constraint": ("GrammarTooComplex", "UnsupportedSchema"),
     ".context_rules": ("ClearThinking", "ClearToolResults", "ContextRule", "Proposal"),
     ".errors": (
         "ArgumentUnwritable",
@@ -210,13 +210,13 @@ _MODULES = {
         "ToolCallStarted",
         "ToolFinished",
     ),
-    ".generate_options": ("OptionUnsupported", "UnknownOption"),
+    ".model_calls.generate_options": ("OptionUnsupported", "UnknownOption"),
     ".generation": ("Generation", "GenerationInUse", "GenerationUnfinished"),
     ".local_model": ("LocalModel",),
     ".loop": ("Run",),
     ".mcp": ("MCPServer",),
     ".model": ("ContextOverflow", "InvalidSampling", "Model", "ModelClosed", "ModelUnusable"),
-    ".run_context": ("RunContext",),
+    ".runs.run_context": ("RunContext",),
     ".segments": (
         "BranchInfo",
         "Diff",
@@ -235,11 +235,11 @@ _MODULES = {
     ),
     ".session": ("Session",),
     ".store": ("Store",),
-    ".summaries": ("Summarise",),
-    ".tool_calls": ("ToolCall", "ToolOutcome"),
-    ".tool_results": ("InvalidToolResult", "ResultLimit"),
+    ".runs.summaries": ("Summarise",),
+    ".tooling.tool_calls": ("ToolCall", "ToolOutcome"),
+    ".tooling.tool_results": ("InvalidToolResult", "ResultLimit"),
     ".tools": ("Tool", "tool"),
-    ".toolsets": ("ToolList", "Toolset"),
+    ".tooling.toolsets": ("ToolList", "Toolset"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 from typing_extensions import TypeVar  # with defaults: typing has them from Python 3.13 on
 
-from .blocking import wait_for
 from .context_rules import ContextRule, Proposal
 from .errors import InvalidAgent
 from .events import RunFinishReason
 from .model import Model
-from .output_type import OutputType
-from .run_context import RunContext
+from .runs.blocking import wait_for
+from .runs.run_context import RunContext
 from .segments import Content, Edit, Reply, Segment, Usage
-from .tool_calls import ToolCall, ToolOutcome
-from .tool_results import ResultLimit
+from .tooling.output_type import OutputType
+from .tooling.tool_calls import ToolCall, ToolOutcome
+from .tooling.tool_results import ResultLimit
+from .tooling.toolsets import Toolset, as_tools, known_tools
 from .tools import AnyTool, ToolFunction
-from .toolsets import Toolset, as_tools, known_tools
 
 if TYPE_CHECKING:
     from .loop import Run
@@ -163,7 +163,7 @@ class Agent(Generic[Deps, Output]):
     _output: OutputType = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        from .agent_checks import check_agent
+        from .runs.agent_checks import check_agent
 
         object.__setattr__(self, "_output", OutputType.of(self.output_type))
         object.__setattr__(self, "hooks", Hooks() if self.hooks is None else self.hooks)

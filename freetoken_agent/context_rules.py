@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .blocking import in_thread, wait_for
-from .changes import Change, Remove, Replace
 from .errors import InvalidRule
+from .runs.blocking import in_thread, wait_for
+from .runs.changes import Change, Remove, Replace
 from .segments import Edit, ReusePlan, Segment, Usage
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import anyio
 from freetoken_storage.errors import FreetokenError
 
 from .events import GenerationEvent
-from .generate_options import GenerateKwargs, GenerateOptions
-from .model_step import ModelStep
+from .model_calls.generate_options import GenerateKwargs, GenerateOptions
+from .model_calls.model_step import ModelStep
 from .segments import Reply
 
 if TYPE_CHECKING:

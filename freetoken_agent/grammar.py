@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .call_spelling import Literally
-from .call_writing import CallWriting
-from .lark import BLANKS, Rules, quoted
-from .markup import Gaps, Markup
-from .spelled_arguments import SPELLING, spell
-from .tokenizer import Tokenizer
+from .call_formats.call_spelling import Literally
+from .call_formats.call_writing import CallWriting
+from .chat_templates.markup import Gaps, Markup
+from .grammars.lark import BLANKS, Rules, quoted
+from .grammars.spelled_arguments import SPELLING, spell
+from .tokenizers.tokenizer import Tokenizer
 
 Choice = Literal["none", "auto", "required"]
 Place = Literal["start", "thinking", "text"]

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Self
 from freetoken_storage.records import Snapshots
 from freetoken_storage.weights_file import read_ahead
 
+from .call_formats.named_formats import named
 from .catalog import home, models_dir, resolve
 from .errors import TokenizerUnsupported
-from .gguf_tokenizer import load_gguf_tokenizer
-from .hf_tokenizer import HFTokenizer
 from .model import (
     NO_IDS,
     Fingerprint,
@@ -28,10 +27,11 @@ from .model import (
     SamplingOptions,
     TokenStream,
 )
-from .named_formats import named
 from .segments import Content, as_text
 from .template import ChatFormat
-from .tokenizer import Tokenizer
+from .tokenizers.gguf_tokenizer import load_gguf_tokenizer
+from .tokenizers.hf_tokenizer import HFTokenizer
+from .tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from freetoken_runtime import Engine, EngineConfig, EngineStats

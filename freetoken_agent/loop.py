@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
 from . import events
 from .agent import Agent, Decision, Result, StepRequest
-from .agent_checks import check_choice
-from .blocking import in_thread
 from .errors import (
     InvalidAgent,
     InvalidOutput,
@@ -33,17 +31,19 @@ from .errors import (
     RunUnfinished,
 )
 from .events import RunEvent, RunFinishReason
-from .generate_options import GenerateOptions
 from .generation import Generation
-from .hooks import call_hook
-from .model_step import ModelStep
-from .run_context import RunContext
-from .run_limits import LimitWatch, Reached
-from .run_rules import RuleStage
-from .run_tools import ToolStage, check_decisions
+from .model_calls.generate_options import GenerateOptions
+from .model_calls.model_step import ModelStep
+from .runs.agent_checks import check_choice
+from .runs.blocking import in_thread
+from .runs.hooks import call_hook
+from .runs.run_context import RunContext
+from .runs.run_limits import LimitWatch, Reached
+from .runs.run_rules import RuleStage
+from .runs.run_tools import ToolStage, check_decisions
+from .runs.shared_models import session_in_memory
 from .segments import Content, Reply, Segment, Usage, as_text
-from .shared_models import session_in_memory
-from .toolsets import Toolbox, listed_tools
+from .tooling.toolsets import Toolbox, listed_tools
 from .tracing import RunTrace
 
 if TYPE_CHECKING:

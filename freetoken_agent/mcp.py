@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import anyio
 
-from .blocking import in_thread
 from .errors import InvalidTool, MCPMissing, MCPServerFailed, ToolFailed
-from .mcp_connection import Link, MakeClient, ServerGone, ServerRefused
-from .tool_results import result_text
+from .runs.blocking import in_thread
+from .tooling.mcp_connection import Link, MakeClient, ServerGone, ServerRefused
+from .tooling.tool_results import result_text
 from .tools import AnyTool, Tool, ToolSettings, checked_options
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from . import json_values
+from .chat_templates.items import ASSISTANT_KINDS, Item, same_message
 from .errors import InvalidEdit, InvalidMessages, UnsupportedContent
-from .items import ASSISTANT_KINDS, Item, same_message
+from .tooling import json_values
 
 MessageFormat = Literal["openai", "anthropic"]
 Message = dict[str, Any]

@@ -20,7 +20,7 @@ from freetoken_storage.errors import FreetokenError
 from freetoken_storage.records import Snapshots
 
 from .template import ChatFormat
-from .tokenizer import Tokenizer
+from .tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .local_model import LocalModel as LocalModel

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .call_format import CallFormat, ParsedCall
-from .json_values import whole_characters
-from .markup import Marker, held_back, longest
-from .tape import Tape
+from .call_formats.call_format import CallFormat, ParsedCall
+from .chat_templates.markup import Marker, held_back, longest
+from .model_calls.tape import Tape
 from .template import ChatFormat
-from .tokenizer import Tokenizer
+from .tokenizers.tokenizer import Tokenizer
+from .tooling.json_values import whole_characters
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

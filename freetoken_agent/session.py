@@ -12,27 +12,28 @@ from typing import Any, Unpack, cast
 
 from freetoken_storage.records import MAIN
 
-from . import edits, forks, generation, lookups, purging, warming
-from .branch import Branch, StepGroup
-from .changes import Change, rewritten
-from .draft import Draft
+from .branches import edits, forks, lookups, purging
+from .branches.branch import Branch, StepGroup
+from .branches.handle import Batch, describe, plan_of
+from .branches.path import New, Path
+from .branches.session_reader import SessionReader
+from .branches.views import kind_of
+from .chat_templates.items import Kind
+from .chat_templates.layout import Layout, new_call_id
+from .chat_templates.rerendering import rerender
 from .errors import InvalidEdit, PairingError
-from .generate_options import GenerateKwargs, GenerateOptions
-from .generation import Generation
-from .handle import Batch, describe, plan_of
-from .items import Kind
-from .json_values import plain
-from .layout import Layout, new_call_id
+from .generation import Generation, generate_sync, reply
 from .messages import MessageFormat, parse_messages
 from .model import Model
-from .model_step import ModelStep
-from .path import New, Path
-from .rerendering import rerender
-from .run_writer import RunWriter
+from .model_calls.draft import Draft
+from .model_calls.generate_options import GenerateKwargs, GenerateOptions
+from .model_calls.model_step import ModelStep
+from .model_calls.warming import warm
+from .runs.changes import Change, rewritten
+from .runs.run_writer import RunWriter
 from .segments import Content, Edit, PurgeReport, Reply, Segment, Usage, as_text
-from .session_reader import SessionReader
-from .tool_schemas import ToolLike, tools_text
-from .views import kind_of
+from .tooling.json_values import plain
+from .tooling.tool_schemas import ToolLike, tools_text
 
 Rewrite = Callable[[Layout, Path], Path]
 
@@ -304,7 +305,7 @@ class Session(SessionReader):
 
     async def warm(self) -> Usage:
         """Bring the head's state up to date now, the last row included."""
-        return await warming.warm(self._handle)
+        return await warm(self._handle)
 
     async def purge(self, segment: Segment | str) -> PurgeReport:
         """Remove a segment for good: every node below it, every state at or after it, every undo
@@ -317,11 +318,11 @@ class Session(SessionReader):
 
     async def reply(self, **options: Unpack[GenerateKwargs]) -> Reply:
         """Generate to the end."""
-        return await generation.reply(self, **options)
+        return await reply(self, **options)
 
     def generate_sync(self, **options: Unpack[GenerateKwargs]) -> Reply:
         """Generate to the end, in the calling thread."""
-        return generation.generate_sync(self, **options)
+        return generate_sync(self, **options)
 
     def begin_generation(
         self, *, thinking: bool | None = None, group: StepGroup | None = None

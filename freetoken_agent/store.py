@@ -21,21 +21,21 @@ from freetoken_storage.errors import (
     StoreMismatch,
 )
 
-from . import codec, edits, freeing
-from .binding import bind, layout_of, new_session
-from .branch import Branch
-from .codec import Initial, SessionBody
+from .branches import codec, edits, freeing
+from .branches.binding import bind, layout_of, new_session
+from .branches.branch import Branch
+from .branches.codec import Initial, SessionBody
+from .branches.handle import BusyBranches, Context
+from .branches.path import Path
+from .chat_templates.items import Options
+from .chat_templates.layout import Layout
 from .errors import InvalidEdit
-from .generate_options import UnknownOption
-from .handle import BusyBranches, Context
-from .items import Options
-from .json_values import plain
-from .layout import Layout
 from .model import Model
-from .path import Path
+from .model_calls.generate_options import UnknownOption
 from .segments import Content, SessionInfo, as_text
 from .session import Session
-from .tool_schemas import ToolLike, tools_text
+from .tooling.json_values import plain
+from .tooling.tool_schemas import ToolLike, tools_text
 
 MEMORY = ":memory:"
 MAIN = "main"

@@ -11,24 +11,32 @@ report    what it does beyond frames                   template_report.py
 from collections.abc import Sequence
 from functools import cached_property
 
-from . import harmony
-from .call_spelling import CallSpelling
-from .call_writing import learn_call_writing
-from .contents import ContentSource, find_transforms
-from .dialect import THINK_OPEN, write_tags
+from .call_formats import harmony
+from .call_formats.call_spelling import CallSpelling
+from .call_formats.call_writing import learn_call_writing
+from .call_formats.named_formats import likely, named
+from .call_formats.writable_calls import check_writable
+from .chat_templates.contents import ContentSource, find_transforms
+from .chat_templates.dialect import THINK_OPEN, write_tags
+from .chat_templates.frames import Grammar, Part
+from .chat_templates.gaps import GapSource, windows_hold
+from .chat_templates.items import (
+    DEFAULT_OPTIONS,
+    Item,
+    Kind,
+    Opener,
+    Options,
+    Piece,
+    TemplateReport,
+)
+from .chat_templates.jinja import JinjaTemplate
+from .chat_templates.markup import Markup
+from .chat_templates.markup_probes import find_gaps, find_markup
+from .chat_templates.probes import find_dialect
+from .chat_templates.template_report import PATHS, closers, examine, thinking_options
 from .errors import TemplateUnsupported
-from .frames import Grammar, Part
-from .gaps import GapSource, windows_hold
 from .grammar import GrammarWriter
-from .items import DEFAULT_OPTIONS, Item, Kind, Opener, Options, Piece, TemplateReport
-from .jinja import JinjaTemplate
-from .markup import Markup
-from .markup_probes import find_gaps, find_markup
-from .named_formats import likely, named
-from .probes import find_dialect
-from .template_report import PATHS, closers, examine, thinking_options
-from .tokenizer import Tokenizer, encode_mixed
-from .writable_calls import check_writable
+from .tokenizers.tokenizer import Tokenizer, encode_mixed
 
 __all__ = [
     "ChatFormat",

@@ -15,7 +15,6 @@ from typing import Literal
 from freetoken_storage.errors import StoreMismatch
 from freetoken_storage.records import Snapshots
 
-from .byte_tokenizer import ByteTokenizer
 from .model import (
     NO_IDS,
     ContextOverflow,
@@ -25,8 +24,8 @@ from .model import (
     PathUsage,
     SamplingOptions,
 )
-from .reuse_ledger import Ledger, chain_digest
-from .script import (
+from .proving.reuse_ledger import Ledger, chain_digest
+from .proving.script import (
     Answer,
     Call,
     Emitted,
@@ -40,7 +39,8 @@ from .script import (
     checked_script,
 )
 from .template import ChatFormat, Item
-from .tokenizer import Tokenizer
+from .tokenizers.byte_tokenizer import ByteTokenizer
+from .tokenizers.tokenizer import Tokenizer
 
 __all__ = [
     "CHATML",

@@ -4,14 +4,14 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from .run_context import RunContext
+from .runs.run_context import RunContext
 from .segments import Usage
 from .session import Session
 from .store import Store
 from .testing import ScriptedModel
-from .tool_calls import ToolCall, ToolOutcome, execute
+from .tooling.tool_calls import ToolCall, ToolOutcome, execute
+from .tooling.toolsets import Toolbox
 from .tools import ToolFunction, as_tool
-from .toolsets import Toolbox
 
 __all__ = ["call_tool"]
 

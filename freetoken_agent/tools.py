@@ -26,14 +26,14 @@ from typing import (
     overload,
 )
 
-from .docstrings import read_docstring
 from .errors import InvalidEdit, InvalidTool
-from .json_schema import ordered
-from .json_values import frozen, plain
-from .run_context import RunContext
-from .schema_reader import SchemaReader
-from .tool_results import ResultLimit
-from .tool_signature import ArgumentReader, read_signature
+from .runs.run_context import RunContext
+from .tooling.docstrings import read_docstring
+from .tooling.json_schema import ordered
+from .tooling.json_values import frozen, plain
+from .tooling.schema_reader import SchemaReader
+from .tooling.tool_results import ResultLimit
+from .tooling.tool_signature import ArgumentReader, read_signature
 
 P = ParamSpec("P")
 Rest = ParamSpec("Rest")

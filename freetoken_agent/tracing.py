@@ -21,7 +21,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from .segments import Edit, Reply, Usage
-from .tool_calls import ToolCall, ToolOutcome
+from .tooling.tool_calls import ToolCall, ToolOutcome
 
 if TYPE_CHECKING:
     from .session import Session

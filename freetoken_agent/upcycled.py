@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from .gguf_tokenizer import from_metadata, read_metadata
-from .hf_tokenizer import definition_bytes
+from .tokenizers.gguf_tokenizer import from_metadata, read_metadata
+from .tokenizers.hf_tokenizer import definition_bytes
 
 RECIPE = 1  # to be raised when other bytes follow from the same file
 Progress = Callable[[int, int], None]  # bytes done, bytes in total

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS
 
 
 def _byte_symbols() -> list[str]:

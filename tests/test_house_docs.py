@@ -16,8 +16,8 @@ import freetoken_agent
 import freetoken_runtime
 import freetoken_storage
 from freetoken_agent import LocalModel, Model, Session, Store
+from freetoken_agent.call_formats.named_formats import FORMATS
 from freetoken_agent.cli.main import app
-from freetoken_agent.named_formats import FORMATS
 from freetoken_runtime.state import digest
 from freetoken_storage import keys, values
 from freetoken_storage.errors import FreetokenError

@@ -32,7 +32,7 @@ from .views import edit_lines, path_table, plan_line, tree_view, usage_line
 
 if TYPE_CHECKING:
     from freetoken_agent import Session, Usage
-    from freetoken_agent.generate_options import GenerateKwargs
+    from freetoken_agent.model_calls.generate_options import GenerateKwargs
 
 HELP = """\
 /tree                 every branch and earlier version    /show            this branch, numbered

@@ -10,8 +10,8 @@ import typer
 
 from freetoken_agent.catalog import resolve
 from freetoken_agent.errors import TokenizerUnsupported
-from freetoken_agent.gguf_tokenizer import from_metadata, read_metadata
-from freetoken_agent.hf_tokenizer import TokenizerFiles
+from freetoken_agent.tokenizers.gguf_tokenizer import from_metadata, read_metadata
+from freetoken_agent.tokenizers.hf_tokenizer import TokenizerFiles
 
 from .output import Json, emit, progress
 

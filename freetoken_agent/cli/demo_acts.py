@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import BaseModel, Field
 
-from freetoken_agent.generate_options import GenerateKwargs
+from freetoken_agent.model_calls.generate_options import GenerateKwargs
 from freetoken_storage.errors import FreetokenError
 
 if TYPE_CHECKING:

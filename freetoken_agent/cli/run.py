@@ -153,7 +153,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _model(agent: "Agent[Any, Any]", name: str | None) -> "Model":
-    from freetoken_agent.shared_models import shared_model
+    from freetoken_agent.runs.shared_models import shared_model
 
     chosen = agent.model if name is None else name
     if chosen is None:

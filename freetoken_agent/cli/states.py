@@ -13,7 +13,7 @@ from freetoken_storage import Database
 from .output import progress
 
 if TYPE_CHECKING:
-    from freetoken_agent.state_check import PathCheck, StateCheck
+    from freetoken_agent.proving.state_check import PathCheck, StateCheck
     from freetoken_runtime import Finding
 
 
@@ -24,7 +24,7 @@ def deep_check(
     chunks, with a report of what was found until then. The errors of loading, and
     SessionNotFound."""
     from freetoken_agent import LocalModel
-    from freetoken_agent.state_check import StoredPath, check_states, plan_check
+    from freetoken_agent.proving.state_check import StoredPath, check_states, plan_check
 
     with Database(store) as database:
         names = names or [session.name for session in database.sessions.list()]

@@ -7,7 +7,7 @@ import threading
 import anyio
 import pytest
 
-from freetoken_agent.blocking import in_thread, wait_for
+from freetoken_agent.runs.blocking import in_thread, wait_for
 
 
 async def test_a_cancelled_task_waits_for_work_that_has_begun() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from freetoken_agent import InvalidEdit, PairingError, SegmentNotFound, Session, Store
-from freetoken_agent.changes import Change, InsertBefore, Remove, Replace
+from freetoken_agent.runs.changes import Change, InsertBefore, Remove, Replace
 from freetoken_agent.testing import ScriptedModel
 
 

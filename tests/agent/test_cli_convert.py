@@ -12,8 +12,8 @@ from freetoken_agent import LocalModel, Store
 from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_agent.cli.convert import folder_files
 from freetoken_agent.cli.main import app
-from freetoken_agent.gguf_tokenizer import from_metadata, read_metadata
-from freetoken_agent.hf_tokenizer import HFTokenizer
+from freetoken_agent.tokenizers.gguf_tokenizer import from_metadata, read_metadata
+from freetoken_agent.tokenizers.hf_tokenizer import HFTokenizer
 
 TEXTS = ["Hello, world!", "def f(x):\n    return x ** 2", "naïve 漢字 🙂 12345", "<|im_end|> plain"]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from freetoken_agent import LocalModel, Session, Store
 from freetoken_agent.cli.main import app
-from freetoken_agent.state_check import plan_check
+from freetoken_agent.proving.state_check import plan_check
 from freetoken_agent.testing import ScriptedModel
 from freetoken_runtime import EngineConfig
 from freetoken_runtime.state_faults import Planter

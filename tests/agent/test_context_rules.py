@@ -17,9 +17,9 @@ from freetoken_agent import (
     Store,
     Summarise,
 )
-from freetoken_agent.changes import Change, Replace
 from freetoken_agent.context_rules import CLEARED
-from freetoken_agent.summaries import PROMPT, QUESTION, filler, fitting
+from freetoken_agent.runs.changes import Change, Replace
+from freetoken_agent.runs.summaries import PROMPT, QUESTION, filler, fitting
 from freetoken_agent.testing import ScriptedModel
 
 LONG = "a line of the file\n" * 20

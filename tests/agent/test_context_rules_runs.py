@@ -27,7 +27,7 @@ from freetoken_agent import (
     Summarise,
 )
 from freetoken_agent.context_rules import CLEARED, Proposal
-from freetoken_agent.summaries import PROMPT
+from freetoken_agent.runs.summaries import PROMPT
 from freetoken_agent.testing import Call, Request, ScriptedModel, Step, Think
 from freetoken_agent.tools import tool
 

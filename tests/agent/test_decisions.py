@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from freetoken_agent import Agent, InvalidDecision, Session, Store
-from freetoken_agent.pairing import INTERRUPTED
+from freetoken_agent.branches.pairing import INTERRUPTED
 from freetoken_agent.testing import Call, ScriptedModel
 from freetoken_agent.tools import tool
 

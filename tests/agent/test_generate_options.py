@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from freetoken_agent import Session
-from freetoken_agent.generate_options import (
+from freetoken_agent.model import InvalidSampling, SamplingOptions
+from freetoken_agent.model_calls.generate_options import (
     GenerateKwargs,
     UnknownOption,
 )
-from freetoken_agent.model import InvalidSampling, SamplingOptions
 
 
 @pytest.mark.parametrize("method", ["generate", "generate_sync", "plan"])

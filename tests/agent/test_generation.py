@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent import Session, Store
-from freetoken_agent.branch import Branch
+from freetoken_agent.branches.branch import Branch
 from freetoken_agent.errors import GenerationConflict, SessionBusy
 from freetoken_agent.events import (
     GenerationEvent,

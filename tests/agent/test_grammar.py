@@ -17,14 +17,14 @@ import jsonschema
 import numpy as np
 import pytest
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
-from freetoken_agent.coercion import coerce
-from freetoken_agent.constraint import GrammarConstraint, vocabulary
 from freetoken_agent.errors import TemplateUnsupported
 from freetoken_agent.grammar import Demand, Place, ToolShape
+from freetoken_agent.grammars.constraint import GrammarConstraint, vocabulary
 from freetoken_agent.parsing import SegmentDone, StreamParser
 from freetoken_agent.template import ChatFormat
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
+from freetoken_agent.tooling.coercion import coerce
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "templates"
 CONTROL = re.compile(r"<[|｜][^<>\s]{1,30}[|｜]>|\[(?:TOOL_CALLS|ARGS|CALL_ID|/?INST)\]")

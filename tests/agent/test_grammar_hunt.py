@@ -18,16 +18,16 @@ import jsonschema
 import numpy as np
 import pytest
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
-from freetoken_agent.call_writing import CallWriting, learn_call_writing
-from freetoken_agent.coercion import coerce
-from freetoken_agent.constraint import GrammarConstraint, vocabulary
+from freetoken_agent.call_formats.call_writing import CallWriting, learn_call_writing
+from freetoken_agent.chat_templates.markup_probes import find_gaps
 from freetoken_agent.errors import TemplateUnsupported
 from freetoken_agent.grammar import Choice, Demand, Place, ToolShape
-from freetoken_agent.markup_probes import find_gaps
+from freetoken_agent.grammars.constraint import GrammarConstraint, vocabulary
 from freetoken_agent.parsing import SegmentDone, parse_turn
 from freetoken_agent.template import ChatFormat, Item
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
+from freetoken_agent.tooling.coercion import coerce
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "templates"
 CONTROL = re.compile(

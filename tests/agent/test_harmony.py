@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from freetoken_agent import Agent, Store
-from freetoken_agent.byte_tokenizer import ByteTokenizer
 from freetoken_agent.template import ChatFormat
 from freetoken_agent.testing import Raw, ScriptedModel
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
 from freetoken_agent.tools import tool
 
 TEMPLATE = Path(__file__).parents[2].parent / "shared/templates/openai-gpt-oss-120b.jinja"

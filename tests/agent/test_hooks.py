@@ -24,8 +24,8 @@ from freetoken_agent import (
     ToolOutcome,
     tool,
 )
+from freetoken_agent.branches.pairing import INTERRUPTED
 from freetoken_agent.errors import ModelRetry
-from freetoken_agent.pairing import INTERRUPTED
 from freetoken_agent.testing import Call, ScriptedModel
 
 SECRET = "the whole page, which nobody should have to read"

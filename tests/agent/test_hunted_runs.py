@@ -22,8 +22,8 @@ from freetoken_agent import (
     StoreClosed,
     Usage,
 )
+from freetoken_agent.branches.pairing import INTERRUPTED
 from freetoken_agent.context_rules import CLEARED
-from freetoken_agent.pairing import INTERRUPTED
 from freetoken_agent.testing import Call, ScriptedModel, Think
 from freetoken_agent.tools import AnyTool, tool
 

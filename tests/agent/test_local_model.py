@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from freetoken_agent import FreetokenError, LocalModel, Store
-from freetoken_agent.byte_tokenizer import ByteTokenizer
 from freetoken_agent.catalog import ModelNotFound, home, pulled
 from freetoken_agent.errors import TemplateUnsupported, TokenizerUnsupported
 from freetoken_agent.model import (
@@ -23,6 +22,7 @@ from freetoken_agent.model import (
     SamplingOptions,
 )
 from freetoken_agent.segments import Part
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
 from freetoken_runtime import EngineConfig
 from freetoken_runtime.errors import (
     BudgetTooSmall,

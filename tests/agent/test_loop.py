@@ -21,9 +21,9 @@ from freetoken_agent import (
 )
 from freetoken_agent.agent import StepRequest
 from freetoken_agent.errors import ModelRetry, NothingToGenerate
-from freetoken_agent.run_context import RunContext
+from freetoken_agent.runs.run_context import RunContext
 from freetoken_agent.testing import Call, ScriptedModel, Think
-from freetoken_agent.tool_calls import ToolCall, ToolOutcome
+from freetoken_agent.tooling.tool_calls import ToolCall, ToolOutcome
 from freetoken_agent.tools import AnyTool, tool
 
 

@@ -16,10 +16,10 @@ from freetoken_agent import (
     RunLimit,
     StepRequest,
     Store,
-    run_limits,
 )
 from freetoken_agent.errors import InvalidTool, ModelRetry, ToolFailed
-from freetoken_agent.run_context import RunContext
+from freetoken_agent.runs import run_limits
+from freetoken_agent.runs.run_context import RunContext
 from freetoken_agent.testing import Call, Request, ScriptedModel, Step
 from freetoken_agent.tools import tool
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent import Agent, Hooks, Session, Store
-from freetoken_agent.pairing import INTERRUPTED
+from freetoken_agent.branches.pairing import INTERRUPTED
 from freetoken_agent.testing import Call, ScriptedModel
 from freetoken_agent.tools import AnyTool, tool
 from freetoken_storage.errors import FreetokenError

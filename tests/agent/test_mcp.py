@@ -28,11 +28,11 @@ from freetoken_agent import (
     ToolNameTaken,
     tool,
 )
-from freetoken_agent.mcp_connection import Link, ServerGone
 from freetoken_agent.testing import Call, ScriptedModel, Step
-from freetoken_agent.tool_calls import ToolOutcome
 from freetoken_agent.tool_testing import call_tool
-from freetoken_agent.toolsets import Toolset
+from freetoken_agent.tooling.mcp_connection import Link, ServerGone
+from freetoken_agent.tooling.tool_calls import ToolOutcome
+from freetoken_agent.tooling.toolsets import Toolset
 
 CHILD = Path(__file__).with_name("mcp_server_child.py")
 

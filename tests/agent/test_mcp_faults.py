@@ -17,8 +17,8 @@ from freetoken_agent import (
     ToolNameTaken,
 )
 from freetoken_agent.testing import Call, ScriptedModel
-from freetoken_agent.tool_calls import ToolOutcome
 from freetoken_agent.tool_testing import call_tool
+from freetoken_agent.tooling.tool_calls import ToolOutcome
 
 CHILD = Path(__file__).with_name("mcp_raw_child.py")
 

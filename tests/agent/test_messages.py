@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetoken_agent.chat_templates.items import Item, same_message
 from freetoken_agent.errors import InvalidMessages, UnsupportedContent
-from freetoken_agent.items import Item, same_message
 from freetoken_agent.messages import emit_messages, parse_messages
 
 CALL = Item("tool_call", name="bash", arguments={"cmd": "ls"}, call_id="c1")

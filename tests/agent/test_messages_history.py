@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetoken_agent.history import Match, match_history
-from freetoken_agent.items import Item
+from freetoken_agent.branches.history import Match, match_history
+from freetoken_agent.chat_templates.items import Item
 from freetoken_agent.messages import emit_messages, parse_messages
 
 CALL = Item("tool_call", name="sh", arguments={"a": 1, "b": [2]}, call_id="c1", open=False)

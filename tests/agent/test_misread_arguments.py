@@ -16,10 +16,10 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from freetoken_agent import InvalidOutputType, InvalidTool, ModelRetry, tool
-from freetoken_agent.coercion import misreadings
-from freetoken_agent.constraint import check_schema
-from freetoken_agent.output_type import OutputType
+from freetoken_agent.grammars.constraint import check_schema
 from freetoken_agent.tool_testing import call_tool
+from freetoken_agent.tooling.coercion import misreadings
+from freetoken_agent.tooling.output_type import OutputType
 
 
 class Unit(enum.Enum):

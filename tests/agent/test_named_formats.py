@@ -12,16 +12,16 @@ import jinja2
 import pytest
 
 from freetoken_agent import Agent, LocalModel, Segment, SessionReadOnly, Store, UnknownCallFormat
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
-from freetoken_agent.call_spelling import CallSpelling, Literally, Part
-from freetoken_agent.call_writing import CallWriting, learn_call_writing
-from freetoken_agent.constraint import vocabulary
+from freetoken_agent.call_formats.call_spelling import CallSpelling, Literally, Part
+from freetoken_agent.call_formats.call_writing import CallWriting, learn_call_writing
+from freetoken_agent.call_formats.named_formats import FORMATS, HERMES, likely
+from freetoken_agent.chat_templates.markup_probes import find_gaps
 from freetoken_agent.grammar import Demand, ToolShape
-from freetoken_agent.markup_probes import find_gaps
-from freetoken_agent.named_formats import FORMATS, HERMES, likely
+from freetoken_agent.grammars.constraint import vocabulary
 from freetoken_agent.parsing import SegmentDone, parse_turn
 from freetoken_agent.template import ChatFormat, Item
 from freetoken_agent.testing import CHATML, Call, Raw, ScriptedModel
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 from freetoken_agent.tools import tool
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "templates"

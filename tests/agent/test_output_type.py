@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, RootModel
 from typing_extensions import TypedDict
 
 from freetoken_agent import InvalidOutputType, ModelRetry
-from freetoken_agent.output_type import OutputType
+from freetoken_agent.tooling.output_type import OutputType
 
 
 class Place(BaseModel):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from freetoken_agent import Agent, InvalidSampling, Session, Store, TemplateUnsupported, tool
-from freetoken_agent.constraint import GrammarConstraint
-from freetoken_agent.generate_options import GenerateOptions
-from freetoken_agent.step_grammar import step_constraint
+from freetoken_agent.grammars.constraint import GrammarConstraint
+from freetoken_agent.grammars.step_grammar import step_constraint
+from freetoken_agent.model_calls.generate_options import GenerateOptions
 from freetoken_agent.testing import CHATML, Call, Raw, ScriptedModel
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "templates"

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 from freetoken_agent.parsing import (
     CallDelta,
     CallStarted,
@@ -22,6 +21,7 @@ from freetoken_agent.parsing import (
 )
 from freetoken_agent.template import ChatFormat, Item
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 
 PLAIN = """\
 {%- for message in messages %}

@@ -20,15 +20,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
-from freetoken_agent.call_format import QuotedCalls, TaggedCalls
-from freetoken_agent.call_spelling import Literally
-from freetoken_agent.call_writing import CallWriting, learn_call_writing
+from freetoken_agent.call_formats.call_format import QuotedCalls, TaggedCalls
+from freetoken_agent.call_formats.call_spelling import Literally
+from freetoken_agent.call_formats.call_writing import CallWriting, learn_call_writing
+from freetoken_agent.call_formats.named_formats import FORMATS
+from freetoken_agent.chat_templates.markup import beyond
+from freetoken_agent.chat_templates.markup_probes import find_gaps
 from freetoken_agent.errors import TemplateUnsupported
-from freetoken_agent.json_values import equal
-from freetoken_agent.markup import beyond
-from freetoken_agent.markup_probes import find_gaps
-from freetoken_agent.named_formats import FORMATS
 from freetoken_agent.parsing import (
     CallDelta,
     CallStarted,
@@ -39,6 +37,8 @@ from freetoken_agent.parsing import (
     ThinkingDelta,
 )
 from freetoken_agent.template import ChatFormat, Item
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
+from freetoken_agent.tooling.json_values import equal
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "templates"
 PLAIN = """\

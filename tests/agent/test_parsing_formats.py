@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetoken_agent.byte_tokenizer import ByteTokenizer
 from freetoken_agent.catalog import ModelNotFound, resolve
-from freetoken_agent.gguf_tokenizer import load_gguf_tokenizer
-from freetoken_agent.hf_tokenizer import HFTokenizer, TokenizerFiles
+from freetoken_agent.model_calls.pieces import BYTE_ALPHABET
 from freetoken_agent.parsing import (
     CallDelta,
     CallStarted,
@@ -24,8 +22,10 @@ from freetoken_agent.parsing import (
     ThinkingDelta,
     parse_turn,
 )
-from freetoken_agent.pieces import BYTE_ALPHABET
 from freetoken_agent.template import ChatFormat, Item
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
+from freetoken_agent.tokenizers.gguf_tokenizer import load_gguf_tokenizer
+from freetoken_agent.tokenizers.hf_tokenizer import HFTokenizer, TokenizerFiles
 
 PLAIN = """\
 {%- for message in messages %}

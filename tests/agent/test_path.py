@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetoken_agent import codec, edits
-from freetoken_agent.byte_tokenizer import ByteTokenizer
+from freetoken_agent.branches import codec, edits
+from freetoken_agent.branches.pairing import Pair, open_calls, pairs
+from freetoken_agent.branches.path import Body, New, Path, Place, settled
+from freetoken_agent.chat_templates.items import Options
+from freetoken_agent.chat_templates.layout import Layout, new_call_id, new_segment_id
 from freetoken_agent.errors import PairingError, UnsupportedContent
-from freetoken_agent.items import Options
-from freetoken_agent.layout import Layout, new_call_id, new_segment_id
-from freetoken_agent.pairing import Pair, open_calls, pairs
-from freetoken_agent.path import Body, New, Path, Place, settled
 from freetoken_agent.template import ChatFormat
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
 from freetoken_storage.errors import StoreDamaged
 
 TOKENIZER = ByteTokenizer()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from freetoken_agent import Miss, Segment, Session, Store
+from freetoken_agent.branches.earlier import EarlierPaths
 from freetoken_agent.cli.views import plan_line
-from freetoken_agent.earlier import EarlierPaths
 from freetoken_agent.segments import SegmentKind
 from freetoken_agent.testing import Call, Raw, ScriptedModel, Think
 from freetoken_storage.errors import StorageError, StoreFull

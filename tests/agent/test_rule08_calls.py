@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from freetoken_agent import InvalidEdit, NothingToGenerate, PairingError, Segment, Session, Store
-from freetoken_agent.pairing import INTERRUPTED
+from freetoken_agent.branches.pairing import INTERRUPTED
 from freetoken_agent.testing import Call, ScriptedModel
 
 

@@ -17,9 +17,9 @@ from freetoken_agent import (
     StoreMismatch,
     TemplateUnsupported,
 )
-from freetoken_agent.byte_tokenizer import ByteTokenizer
 from freetoken_agent.model import Fingerprint
 from freetoken_agent.testing import CHATML, Call, ScriptedModel, Think
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
 
 OTHER = CHATML.replace("<|im_start|>", "<|im_start|>~")
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent import Agent, Hooks, Result, RunContext, Session, Store
+from freetoken_agent.branches.pairing import INTERRUPTED
 from freetoken_agent.loop import Run
-from freetoken_agent.pairing import INTERRUPTED
 from freetoken_agent.testing import Call, ScriptedModel, Step, Think
 from freetoken_agent.tools import tool
 from freetoken_storage.errors import FreetokenError

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent import Agent, RunContext, Segment, Store, ToolFailed
+from freetoken_agent.branches.pairing import INTERRUPTED
 from freetoken_agent.model import PathUsage
-from freetoken_agent.pairing import INTERRUPTED
-from freetoken_agent.plain_session import ASSISTANT, NATURAL, Entry, render_chatml
+from freetoken_agent.proving.plain_session import ASSISTANT, NATURAL, Entry, render_chatml
 from freetoken_agent.segments import ReusePlan
 from freetoken_agent.testing import CHATML, Call, Request, ScriptedModel, Think
 from freetoken_agent.tools import AnyTool, tool

@@ -20,7 +20,7 @@ from freetoken_agent import (
     Store,
     ToolFailed,
 )
-from freetoken_agent.run_tools import DENIED, TOO_MANY
+from freetoken_agent.runs.run_tools import DENIED, TOO_MANY
 from freetoken_agent.testing import Call, Request, ScriptedModel
 from freetoken_agent.tools import tool
 

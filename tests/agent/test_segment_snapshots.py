@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from freetoken_agent import Segment, Session, Store
-from freetoken_agent.json_values import frozen, thawed
 from freetoken_agent.testing import Call, ScriptedModel
+from freetoken_agent.tooling.json_values import frozen, thawed
 
 ARGUMENTS: dict[str, Any] = {"path": "/srv", "deep": {"list": [1, {"x": None}], "n": 2.5}}
 META: dict[str, Any] = {"by": "me", "tags": ["a", ["b"]]}

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 import freetoken_agent
 from freetoken_agent import Part, ReusePlan, Segment, segments
-from freetoken_agent.path import Body, Place
+from freetoken_agent.branches.path import Body, Place
+from freetoken_agent.branches.views import segment as snapshot
 from freetoken_agent.segments import Edit, as_text
-from freetoken_agent.views import segment as snapshot
 
 PLAN = ReusePlan(
     input_tokens=3,

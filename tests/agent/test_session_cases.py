@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from freetoken_agent import Segment, Session, Store
-from freetoken_agent.byte_tokenizer import ByteDecoder, ByteTokenizer
 from freetoken_agent.template import ChatFormat
 from freetoken_agent.testing import CHATML, Call, Raw, ScriptedModel, Think
+from freetoken_agent.tokenizers.byte_tokenizer import ByteDecoder, ByteTokenizer
 
 ARGUMENTS = {"cmd": "ls", "cwd": "/srv/app"}
 

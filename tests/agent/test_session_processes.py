@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from freetoken_agent import Session, SessionConflict, Store
+from freetoken_agent.branches.purging import purge_sync
 from freetoken_agent.parsing import SegmentDone
-from freetoken_agent.purging import purge_sync
 from freetoken_agent.testing import ScriptedModel
 
 PREFIX = """

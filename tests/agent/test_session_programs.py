@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs of edits against plain lists (see freetoken_agent.plain_session): ids, contents,
-pairing, text, branches, undo and redo, batches, reopenings. Rules 1, 3, 4, 7, 8 and case S12."""
+"""Random programs of edits against plain lists (`freetoken_agent.proving.plain_session`): ids,
+contents, pairing, text, branches, undo and redo, batches, reopenings. Rules 1, 3, 4, 7, 8 and case
+S12."""
 
 import tempfile
 from collections.abc import Sequence
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from freetoken_agent.plain_session import Entry, Line, render_chatml
+from freetoken_agent.proving.plain_session import Entry, Line, render_chatml
+from freetoken_agent.proving.session_programs import OPERATIONS, Program, Step
 from freetoken_agent.segments import Segment
 from freetoken_agent.session import Session
-from freetoken_agent.session_programs import OPERATIONS, Program, Step
 from freetoken_agent.testing import Call, Raw, ScriptedModel, Think
 
 STEPS = st.lists(

@@ -8,8 +8,8 @@ from typing import NoReturn
 import pytest
 
 from freetoken_agent import InvalidEdit, ModelClosed, SegmentNotFound, Session, Store
+from freetoken_agent.branches.views import diff as diff_paths
 from freetoken_agent.testing import Call, ScriptedModel, Think
-from freetoken_agent.views import diff as diff_paths
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 
 from freetoken_agent.errors import TemplateUnsupported
 from freetoken_agent.messages import parse_messages
-from freetoken_agent.plain_session import Entry, Line
+from freetoken_agent.proving.plain_session import Entry, Line
+from freetoken_agent.proving.session_operations import Writer
+from freetoken_agent.proving.session_programs import OPERATIONS, Program
 from freetoken_agent.segments import Segment
 from freetoken_agent.session import Session
-from freetoken_agent.session_operations import Writer
-from freetoken_agent.session_programs import OPERATIONS, Program
 from freetoken_agent.store import Store
 from freetoken_agent.testing import Call, Raw, ScriptedModel, Think
 

@@ -17,9 +17,9 @@ from freetoken_agent import (
     UnsupportedSchema,
 )
 from freetoken_agent import tool as tool_of
-from freetoken_agent.constraint import check_schema
-from freetoken_agent.generate_options import GenerateOptions
-from freetoken_agent.step_grammar import step_constraint
+from freetoken_agent.grammars.constraint import check_schema
+from freetoken_agent.grammars.step_grammar import step_constraint
+from freetoken_agent.model_calls.generate_options import GenerateOptions
 from freetoken_agent.template import Item
 from freetoken_agent.testing import CHATML, Call, ScriptedModel
 

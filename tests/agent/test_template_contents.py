@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 from freetoken_agent.errors import TemplateUnsupported
 from freetoken_agent.template import ChatFormat, Item, Piece
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 
 PLAIN = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from freetoken_agent.byte_tokenizer import ByteTokenizer
+from freetoken_agent.chat_templates.gaps import GapSource, preamble_length
 from freetoken_agent.errors import TemplateUnsupported
-from freetoken_agent.gaps import GapSource, preamble_length
 from freetoken_agent.template import ChatFormat, Item, Options, Piece
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
 
 # SmolLM2's own: a default system text, no tools, no thinking.
 SMOLLM2 = (

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from freetoken_agent import jinja
-from freetoken_agent.byte_tokenizer import ByteTokenizer
+from freetoken_agent.chat_templates import jinja
+from freetoken_agent.chat_templates.jinja import JinjaTemplate
 from freetoken_agent.errors import TemplateUnsupported
-from freetoken_agent.jinja import JinjaTemplate
 from freetoken_agent.template import ChatFormat
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
 
 MESSAGES = [{"role": "user", "content": 'Grüße, "you" <b>'}, {"role": "assistant", "content": "ok"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "é <x>", "parameters": {}}}]

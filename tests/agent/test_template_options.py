@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ChatFormat: what options and the clock change, and what openers say."""
 
-from freetoken_agent.byte_tokenizer import ByteTokenizer
 from freetoken_agent.template import ChatFormat, Item, Options
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
 
 PLAIN = (
     "{% for message in messages %}"

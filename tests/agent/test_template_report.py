@@ -3,10 +3,10 @@
 
 import pytest
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
-from freetoken_agent.items import TemplateReport
+from freetoken_agent.chat_templates.items import TemplateReport
 from freetoken_agent.template import ChatFormat, Item
 from freetoken_agent.testing import CHATML
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 LOOP = "{%- for message in messages %}"

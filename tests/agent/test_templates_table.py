@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
+from freetoken_agent.chat_templates.gaps import GapSource
 from freetoken_agent.errors import TemplateUnsupported
-from freetoken_agent.gaps import GapSource
 from freetoken_agent.template import ChatFormat, Item, Options
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT.parent / "shared" / "templates"

@@ -4,8 +4,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
-from freetoken_agent.tokenizer import encode_mixed
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
+from freetoken_agent.tokenizers.tokenizer import encode_mixed
 
 TOKENIZER = ByteTokenizer()
 IM_END = TOKENIZER.encode_frame("<|im_end|>")[0]

@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 from freetoken_agent.catalog import ModelNotFound, resolve
 from freetoken_agent.cli.convert import folder_files
 from freetoken_agent.errors import TokenizerUnsupported
-from freetoken_agent.gguf_tokenizer import from_metadata, load_gguf_tokenizer, read_metadata
-from freetoken_agent.hf_tokenizer import HFTokenizer
-from freetoken_agent.pieces import BYTE_ALPHABET
+from freetoken_agent.model_calls.pieces import BYTE_ALPHABET
+from freetoken_agent.tokenizers.gguf_tokenizer import (
+    from_metadata,
+    load_gguf_tokenizer,
+    read_metadata,
+)
+from freetoken_agent.tokenizers.hf_tokenizer import HFTokenizer
 from freetoken_agent.upcycled import _write_tokenizer
 from freetoken_storage.gguf import GgufValue
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent.errors import TokenizerUnsupported
-from freetoken_agent.hf_tokenizer import HFTokenizer, TokenizerFiles
-from freetoken_agent.pieces import BYTE_ALPHABET
+from freetoken_agent.model_calls.pieces import BYTE_ALPHABET
+from freetoken_agent.tokenizers.hf_tokenizer import HFTokenizer, TokenizerFiles
 
 BLANK = "\u2581"
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>|_/.,!"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
 from freetoken_agent.errors import TokenizerUnsupported
-from freetoken_agent.gguf_tokenizer import from_metadata, load_gguf_tokenizer
-from freetoken_agent.hf_tokenizer import HFTokenizer
+from freetoken_agent.tokenizers.gguf_tokenizer import from_metadata, load_gguf_tokenizer
+from freetoken_agent.tokenizers.hf_tokenizer import HFTokenizer
 from freetoken_storage.gguf import GgufValue
 
 BLANK = "\u2581"

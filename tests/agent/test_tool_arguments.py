@@ -13,10 +13,10 @@ from jsonschema import Draft202012Validator
 from pydantic import AfterValidator, BaseModel, Field
 
 from freetoken_agent import ModelRetry, Session, Store, Tool, ToolCall, tool
-from freetoken_agent.coercion import coerce
-from freetoken_agent.json_values import equal, frozen
 from freetoken_agent.testing import ScriptedModel
 from freetoken_agent.tool_testing import call_tool
+from freetoken_agent.tooling.coercion import coerce
+from freetoken_agent.tooling.json_values import equal, frozen
 
 
 class Place(BaseModel):

@@ -28,9 +28,9 @@ from freetoken_agent import (
     tool,
 )
 from freetoken_agent.testing import ScriptedModel
-from freetoken_agent.tool_calls import execute, next_retries, run_call, run_calls
 from freetoken_agent.tool_testing import call_tool
-from freetoken_agent.toolsets import Toolbox
+from freetoken_agent.tooling.tool_calls import execute, next_retries, run_call, run_calls
+from freetoken_agent.tooling.toolsets import Toolbox
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 from pydantic import BaseModel
 
 from freetoken_agent import Agent, Limits, Result, Session, Store
-from freetoken_agent.byte_tokenizer import ByteTokenizer
 from freetoken_agent.testing import Call, Raw, ScriptedModel, ScriptedStream, Step, Think
+from freetoken_agent.tokenizers.byte_tokenizer import ByteTokenizer
 from freetoken_agent.tools import AnyTool, tool
 
 Play = Callable[..., Result[Any]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from freetoken_agent import InvalidTool, InvalidToolResult, ResultLimit
-from freetoken_agent.tool_results import Keep, result_text
+from freetoken_agent.tooling.tool_results import Keep, result_text
 
 
 class Unit(enum.Enum):

@@ -20,9 +20,9 @@ from pydantic import BaseModel, Field
 from typing_extensions import Doc, TypedDict
 
 from freetoken_agent import InvalidTool, RunContext, Tool, tool
-from freetoken_agent.constraint import check_schema
-from freetoken_agent.docstrings import read_docstring
+from freetoken_agent.grammars.constraint import check_schema
 from freetoken_agent.tool_testing import call_tool
+from freetoken_agent.tooling.docstrings import read_docstring
 
 
 def google(city: str, days: int = 3) -> str:

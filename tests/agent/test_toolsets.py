@@ -9,7 +9,7 @@ import pytest
 
 from freetoken_agent import Agent, InvalidTool, Tool, ToolList, ToolNameTaken, Toolset, tool
 from freetoken_agent.tool_testing import call_tool
-from freetoken_agent.toolsets import Toolbox, known_tools, listed_tools
+from freetoken_agent.tooling.toolsets import Toolbox, known_tools, listed_tools
 
 
 @tool

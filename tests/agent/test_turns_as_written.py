@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from freetoken_agent import Agent, Store
-from freetoken_agent.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
-from freetoken_agent.call_spelling import Literally
-from freetoken_agent.call_writing import CallWriting, learn_call_writing
-from freetoken_agent.markup_probes import find_gaps
+from freetoken_agent.call_formats.call_spelling import Literally
+from freetoken_agent.call_formats.call_writing import CallWriting, learn_call_writing
+from freetoken_agent.chat_templates.markup_probes import find_gaps
 from freetoken_agent.template import ChatFormat
 from freetoken_agent.testing import Raw, ScriptedModel
+from freetoken_agent.tokenizers.byte_tokenizer import CHATML_CONTROLS, ByteTokenizer
 from freetoken_agent.tools import tool
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "templates"

@@ -10,8 +10,8 @@ import pytest
 
 from freetoken_agent import LocalModel
 from freetoken_agent.catalog import ModelNotFound, resolve
-from freetoken_agent.miss_oracle import MissOracle
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.miss_oracle import MissOracle
+from freetoken_agent.proving.proofs import Gold
 from freetoken_runtime import Engine, EngineConfig
 
 # A team of threads beside one busy process is thirty times slower; one thread is never.

@@ -5,7 +5,7 @@ import pytest
 
 from freetoken_agent import LocalModel, Session, Store
 from freetoken_agent.events import PrefillProgress, TextDelta
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.proofs import Gold
 
 SCRIPT = b"some forced text that the model then goes on from"
 MANY = 240  # tokens: far more than are written before a cancel and handed over behind it

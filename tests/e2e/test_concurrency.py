@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from freetoken_agent import LocalModel, Reply, Store
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.proofs import Gold
 
 
 async def five_branches(model: LocalModel, gold: Gold, num_tokens: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from freetoken_agent import LocalModel, Segment, Session, Store
 from freetoken_agent.model import Model
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.proofs import Gold
 from freetoken_runtime import Engine, EngineConfig
 
 ONE_THREAD = EngineConfig(dtype="float32", threads=1)

@@ -14,7 +14,7 @@ import pytest
 
 from freetoken_agent import LocalModel, Store
 from freetoken_agent.events import PrefillProgress
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.proofs import Gold
 from freetoken_runtime import Engine, EngineConfig
 
 INT8 = EngineConfig(quant="int8", threads=1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from freetoken_agent import LocalModel, Store
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.proofs import Gold
 from freetoken_runtime import EngineConfig
 
 CONFIG = EngineConfig(dtype="float32", threads=1)

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from freetoken_agent import LocalModel, Store
-from freetoken_agent.named_formats import FORMATS
+from freetoken_agent.call_formats.named_formats import FORMATS
 from freetoken_agent.template import ChatFormat
 
 PARAMETERS: dict[str, Any] = {

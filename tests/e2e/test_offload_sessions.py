@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from freetoken_agent import LocalModel, Session, Store
 from freetoken_agent.catalog import ModelNotFound, resolve
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.proofs import Gold
 from freetoken_agent.upcycled import build_mixture
 from freetoken_runtime import Engine, EngineConfig, SamplingParams
 from freetoken_runtime.conversion import convert

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from freetoken_agent import LocalModel, Segment, Session
-from freetoken_agent.plain_session import Entry, Line, render_chatml
-from freetoken_agent.proofs import Gold
-from freetoken_agent.session_programs import OPERATIONS, Program, Step
+from freetoken_agent.proving.plain_session import Entry, Line, render_chatml
+from freetoken_agent.proving.proofs import Gold
+from freetoken_agent.proving.session_programs import OPERATIONS, Program, Step
 from freetoken_agent.testing import CHATML
 
 OPENING: list[Step] = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from freetoken_agent import LocalModel, Store
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.proofs import Gold
 
 CHILD = """
 import asyncio, json, os, signal, sys

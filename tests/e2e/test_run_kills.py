@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from freetoken_agent import Store
-from freetoken_agent.pairing import INTERRUPTED
+from freetoken_agent.branches.pairing import INTERRUPTED
 from freetoken_agent.testing import ScriptedModel
 
 CHILD = Path(__file__).with_name("run_child.py")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from freetoken_agent import LocalModel, Segment, Session, Store
-from freetoken_agent.proofs import Gold
+from freetoken_agent.proving.proofs import Gold
 
 pytestmark = pytest.mark.smollm2
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why it missed: scripted edits, each with the segment, the cause and the cost
-that it must name. The oracle of all numbers is `freetoken_agent.miss_oracle`.
+that it must name. The oracle of all numbers is `freetoken_agent.proving.miss_oracle`.
 """
 
 from freetoken_agent import LocalModel, Segment, Session
-from freetoken_agent.miss_oracle import SYSTEM, WEATHER, MissOracle, ends, tool
+from freetoken_agent.proving.miss_oracle import SYSTEM, WEATHER, MissOracle, ends, tool
 from freetoken_agent.template import ChatFormat
 from freetoken_agent.testing import CHATML
 

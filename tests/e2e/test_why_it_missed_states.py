@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why it missed: scripted losses and other models, each with the segment, the cause and the cost
-that it must name. The oracle of all numbers is `freetoken_agent.miss_oracle`.
+that it must name. The oracle of all numbers is `freetoken_agent.proving.miss_oracle`.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from freetoken_agent import LocalModel, Segment, Session
-from freetoken_agent.miss_oracle import SYSTEM, WEATHER, MissOracle, ends
+from freetoken_agent.proving.miss_oracle import SYSTEM, WEATHER, MissOracle, ends
 from freetoken_agent.template import ChatFormat
 from freetoken_agent.testing import CHATML
 from freetoken_runtime import EngineConfig
