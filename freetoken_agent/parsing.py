@@ -8,7 +8,7 @@ them go to the gap; a call keeps its markers, since it is one unit. An id that h
 cut stays with the content.
 
 A call that is cut short is text. So is one that is malformed, unless its name was read and its end
-was written: that one is a call without arguments.
+was written: that one is a call without arguments, or with repaired ones where they are certain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,7 @@ from .tokenizers.tokenizer import Tokenizer
 from .tooling.json_values import whole_characters
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Note = Literal["", "cut_call", "repaired"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class CallDelta:
 @dataclass(frozen=True)
 class SegmentDone:
     """A whole content. `gap_ids`: sampled ids before it that are frame. `partial`: it was cut.
-    `cut_call`: the text holds the beginning of a call. `texts`: see `ParsedCall`. A call whose
-    arguments are None is malformed."""
+    `note`: the text holds the beginning of a call that was cut, or the arguments of a malformed
+    call were repaired. `texts`: see `ParsedCall`. Arguments that are None could not be."""
 
     kind: Literal["thinking", "text", "tool_call"]
     gap_ids: tuple[int, ...]
@@ -69,11 +70,12 @@ class SegmentDone:
     arguments: dict[str, object] | None = None
     call_id: str | None = None
     partial: bool = False
-    cut_call: bool = False
+    note: Note = ""
     texts: Mapping[str, str] | None = None
 
 
 ParseEvent = ThinkingDelta | TextDelta | CallStarted | CallDelta | SegmentDone
+_Said = Literal["thinking", "text"]
 _Mode = Literal["start", "text", "thinking", "call", "after_call"]
 
 
@@ -123,7 +125,7 @@ class StreamParser:
         partial = reason != "stop"
         if self._mode == "call" and not partial and self._close_call(len(self._tape.text)):
             return self._take()
-        cut_call = self._mode == "call" and partial
+        note: Note = "cut_call" if self._mode == "call" and partial else ""
         if self._mode == "call":
             self._demote()
         if self._mode in ("start", "after_call"):
@@ -132,8 +134,8 @@ class StreamParser:
         if text.strip():
             self._snap_begin(len(self._tape.text))
             self._delta(len(self._tape.text))
-            kind: Literal["thinking", "text"] = "thinking" if self._mode == "thinking" else "text"
-            self._done(kind, self._begin, None, partial=partial, cut_call=cut_call)
+            kind: _Said = "thinking" if self._mode == "thinking" else "text"
+            self._done(kind, self._begin, None, partial=partial, note=note)
         return self._take()
 
     def _take(self) -> list[ParseEvent]:
@@ -304,7 +306,7 @@ class StreamParser:
         if self._close_call(self._search):
             return True
         if not calls.open_string(self._tape.literal(self._unit, at)):
-            self._end_malformed(calls.name_so_far(self._tape.literal(self._unit, at)))
+            self._end_malformed(calls, at)
         return True
 
     def _closes_itself(self, calls: CallFormat) -> bool:
@@ -327,10 +329,12 @@ class StreamParser:
         self._leave_call(parsed.name, parsed, end)
         return True
 
-    def _end_malformed(self, name: str | None) -> None:
+    def _end_malformed(self, calls: CallFormat, at: int) -> None:
         """The end of a call was written, but what stands before it does not read as one."""
+        repaired = calls.repaired(self._tape.literal(self._unit, self._search))
+        name = repaired.name if repaired else calls.name_so_far(self._tape.literal(self._unit, at))
         if name:
-            self._leave_call(name, None, self._search)
+            self._leave_call(name, repaired, self._search)
         else:
             self._demote()
 
@@ -357,13 +361,7 @@ class StreamParser:
         self._events.append(kind(text))
 
     def _done(
-        self,
-        kind: Literal["thinking", "text"],
-        begin: int,
-        end: int | None,
-        *,
-        partial: bool = False,
-        cut_call: bool = False,
+        self, kind: _Said, begin: int, end: int | None, *, partial: bool = False, note: Note = ""
     ) -> None:
         said = self._tape.literal(begin, len(self._tape.text) if end is None else end)
         gap, ids, text = self._tape.cut(begin, end)
@@ -372,7 +370,7 @@ class StreamParser:
             return  # all of it is in an id of the content before
         if (more := text.removeprefix(said)) and len(more) < len(text):  # half a character
             self._events.append(ThinkingDelta(more) if kind == "thinking" else TextDelta(more))
-        self._events.append(SegmentDone(kind, gap, ids, text, partial=partial, cut_call=cut_call))
+        self._events.append(SegmentDone(kind, gap, ids, text, partial=partial, note=note))
 
     def _done_call(self, name: str, call: ParsedCall | None, end: int) -> None:
         if not self._call_started:
@@ -381,7 +379,8 @@ class StreamParser:
         done = SegmentDone("tool_call", gap, ids, text, whole_characters(name))
         if call is not None:
             arguments, texts = whole_characters([dict(call.arguments), call.texts])
-            done = replace(done, arguments=arguments, call_id=call.call_id, texts=texts)
+            note: Note = "repaired" if call.repaired else ""
+            done = replace(done, arguments=arguments, texts=texts, note=note, call_id=call.call_id)
         self._events.append(done)
         self._calls += 1
 

@@ -9,26 +9,29 @@ order and strict about everything else.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..tooling.json_values import is_plain, read
-from .python_calls import HEAD, inside_string, read_call
+from .python_calls import HEAD, inside_string, read_call, read_literals
 from .quoted_values import Quotes
 
+_Read = Callable[[str, int], tuple[dict[str, Any], int] | None]
 _DECODER = json.JSONDecoder(strict=False)  # models write raw newlines inside strings
 
 
 @dataclass(frozen=True)
 class ParsedCall:
     """A call as a model wrote it. `call_id` is None where the format has no id. `texts`: the values
-    as they were written, where the format does not say their types; only a schema can tell."""
+    as they were written, where the format does not say their types; only a schema can tell.
+    `repaired`: the call was malformed."""
 
     name: str
     arguments: Mapping[str, object]
     call_id: str | None = None
     texts: Mapping[str, str] | None = None
+    repaired: bool = False
 
 
 class CallFormat(Protocol):
@@ -36,6 +39,9 @@ class CallFormat(Protocol):
 
     def parse(self, unit: str) -> ParsedCall | None:
         """The call of a whole unit; None if it is malformed."""
+
+    def repaired(self, unit: str) -> ParsedCall | None:
+        """The call of a whole unit that is malformed, if it is certain what was meant."""
 
     def name_so_far(self, unit: str) -> str | None:
         """The name, as soon as an unfinished unit holds it whole."""
@@ -57,6 +63,13 @@ def read_object(text: str, start: int = 0) -> tuple[dict[str, Any], int] | None:
     except (ValueError, RecursionError):
         return None
     return (value, end) if isinstance(value, dict) else None
+
+
+def _read_loosely(text: str, start: int = 0) -> tuple[dict[str, Any], int] | None:
+    """The same, of an object as Python writes it: in either quotes, with True and None, with a
+    comma behind the last value."""
+    brace = text.find("{", start)
+    return None if brace < 0 else read_literals(text, brace)
 
 
 def _inside_string(text: str, start: int) -> bool:
@@ -97,7 +110,13 @@ class JsonCalls:
     call_id: tuple[str, ...] | None
 
     def parse(self, unit: str) -> ParsedCall | None:
-        found = read_object(unit)
+        return self._call(read_object(unit))
+
+    def repaired(self, unit: str) -> ParsedCall | None:
+        call = self._call(_read_loosely(unit))
+        return call and replace(call, repaired=True)
+
+    def _call(self, found: tuple[dict[str, Any], int] | None) -> ParsedCall | None:
         if found is None:
             return None
         name = _look(found[0], self.name)
@@ -128,10 +147,17 @@ class NamedJsonCalls:
     pattern: re.Pattern[str]
 
     def parse(self, unit: str) -> ParsedCall | None:
+        return self._call(unit, read_object)
+
+    def repaired(self, unit: str) -> ParsedCall | None:
+        call = self._call(unit, _read_loosely)
+        return call and replace(call, repaired=True)
+
+    def _call(self, unit: str, read: _Read) -> ParsedCall | None:
         match = self.pattern.search(unit)
         if match is None:
             return None
-        found = read_object(unit, match.end())
+        found = read(unit, match.end())
         if found is None or unit[match.end() : unit.find("{", match.end())].strip():
             return None
         if not is_plain(found[0]):
@@ -176,6 +202,9 @@ class TaggedCalls:
             return None  # a parameter or the call itself is unfinished
         arguments = {key: _as_value(text) for key, text in texts.items()}
         return ParsedCall(match["name"], arguments, texts=texts)
+
+    def repaired(self, unit: str) -> None:
+        return None
 
     def name_so_far(self, unit: str) -> str | None:
         match = self.head.search(unit)
@@ -233,6 +262,9 @@ class QuotedCalls:
         found = None if match is None else self.quotes.read_object(unit, match.end())
         return None if match is None or found is None else ParsedCall(match["name"], found[0])
 
+    def repaired(self, unit: str) -> None:
+        return None
+
     def name_so_far(self, unit: str) -> str | None:
         match = self.head.search(unit)
         return match["name"] if match else None
@@ -254,6 +286,9 @@ class PythonCalls:
     def parse(self, unit: str) -> ParsedCall | None:
         found = read_call(unit)
         return found and ParsedCall(found[0], found[1])
+
+    def repaired(self, unit: str) -> None:
+        return None
 
     def name_so_far(self, unit: str) -> str | None:
         match = HEAD.match(unit)

@@ -38,6 +38,15 @@ def read_call(text: str, start: int = 0) -> tuple[str, dict[str, Any], int] | No
         return None
 
 
+def read_literals(text: str, start: int) -> tuple[dict[str, Any], int] | None:
+    """The object that begins with the brace at `start`, and its end; None if it is malformed."""
+    reader = _Reader(text, start)
+    try:
+        return reader.object(), reader.at
+    except ValueError:
+        return None
+
+
 def inside_string(text: str, start: int) -> bool:
     """Whether the text from `start` on ends inside a string."""
     quote = ""
@@ -63,6 +72,10 @@ class _Reader:
     def arguments(self) -> dict[str, Any]:
         """What stands between the parentheses, of which the first was read."""
         return self._members(")", "=", self._keyword, 0)
+
+    def object(self) -> dict[str, Any]:
+        self._expect("{")
+        return self._members("}", ":", self._string, 0)
 
     def _members(
         self, close: str, colon: str, key: Callable[[], str], depth: int

@@ -139,7 +139,7 @@ class Draft:
         fresh = new_segment_id()
         is_call = done.kind == "tool_call"
         arguments, repaired = self._arguments(done)
-        notes = {"repaired": True} if repaired else {"cut_call": True} if done.cut_call else {}
+        note = "repaired" if repaired else done.note
         body = Body(
             id=fresh,
             kind=done.kind,
@@ -151,7 +151,7 @@ class Draft:
             arguments=arguments,
             call_id=self._call_id(done.call_id) if is_call else None,
             source="model",
-            meta={**(meta or {}), **notes},
+            meta={**(meta or {}), **({note: True} if note else {})},
         )
         place = Place(body, gap, self._layout.text_of(gap, before), joins=self._joins)
         self._store(self._path.extended([place], tail))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that are not what they should be: cut, malformed, or of other types than their schema."""
 
+import ast
 import json
 from typing import Any
 
@@ -70,6 +71,39 @@ def test_arguments_of_other_types_are_repaired_and_said_to_be() -> None:
         session.append_result(call, "ok")
         [call] = session.generate_sync().calls
         assert call.meta == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"path": "a", "content": "x", "mode": 7,}',
+        "{'path': 'a', 'content': \"x\", 'mode': 7}",
+        '{"path": "a", "content": "x", "mode": 7, "more": None}',
+    ],
+)
+def test_arguments_written_as_in_python_are_repaired_and_said_to_be(arguments: str) -> None:
+    """Oracle: the values that Python's reader has of the text; its ids are those sampled."""
+    model = ScriptedModel([])
+    text = f'<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
+    model.extend(raw(model, text))
+    with Store(":memory:") as store:
+        [call] = session_of(store, model).generate_sync().calls
+        assert call.arguments == ast.literal_eval(arguments)
+        assert call.meta == {"repaired": True} and call.text == text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"path": "a", "content": x}', '{"path": "a" "content": "x"}', '{"path": "a", "path": "b",}'],
+)
+def test_arguments_that_could_mean_something_else_are_not_repaired(arguments: str) -> None:
+    """Oracle: the text has no value, also in Python, or more than one."""
+    model = ScriptedModel([])
+    text = f'<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
+    model.extend(raw(model, text))
+    with Store(":memory:") as store:
+        [call] = session_of(store, model).generate_sync().calls
+        assert (call.tool, call.arguments, call.meta, call.text) == ("write", None, {}, text)
 
 
 def test_s38_a_cut_call_says_so_and_never_runs() -> None:
