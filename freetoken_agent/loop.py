@@ -34,7 +34,7 @@ from .events import RunEvent, RunFinishReason
 from .generation import Generation
 from .model_calls.generate_options import GenerateOptions
 from .model_calls.model_step import ModelStep
-from .runs.agent_checks import check_choice
+from .runs.agent_checks import check_choice, check_schemas
 from .runs.blocking import in_thread
 from .runs.hooks import call_hook
 from .runs.run_context import RunContext
@@ -159,6 +159,7 @@ class Run(Generic[Output]):
     async def _open(self) -> None:
         agent, options = self._agent, self._options
         tools = await listed_tools(agent.tools, agent.toolsets)
+        check_schemas(tools)
         allowed = None if options.allowed_tools is None else frozenset(options.allowed_tools)
         self._toolbox = Toolbox(tools, agent.result_limit, allowed)
         check_choice(options.tool_choice, self._toolbox)

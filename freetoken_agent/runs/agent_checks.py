@@ -11,6 +11,7 @@ from ..model import InvalidSampling
 from ..model_calls.generate_options import GenerateOptions
 from ..tooling.tool_results import ResultLimit
 from ..tooling.toolsets import Toolbox
+from ..tools import AnyTool
 
 if TYPE_CHECKING:
     from ..agent import Agent
@@ -47,9 +48,7 @@ def check_agent(agent: "Agent[Any, Any]") -> None:
                 "this is no context rule", value=rule, remedy="derive it from ContextRule"
             )
     _check_sampling(agent.sampling)
-    for tool in agent.known_tools:
-        if not tool.validate_after:
-            _check(f"the parameters of tool {tool.name!r}", tool.parameters, _LATER)
+    check_schemas(agent.known_tools)
     schema = agent.output.schema
     if schema is not None:
         _check("the output type", schema, _BY_VALIDATOR)
@@ -75,6 +74,13 @@ def _check_kinds(agent: "Agent[Any, Any]") -> None:
         value = getattr(agent, name)
         if not isinstance(value, kind):
             raise InvalidAgent(f"{name} of an agent cannot be this", value=value, limit=wanted)
+
+
+def check_schemas(tools: Sequence[AnyTool]) -> None:
+    """UnsupportedSchema for a tool that no grammar can hold the model to."""
+    for tool in tools:
+        if not tool.validate_after:
+            _check(f"the parameters of tool {tool.name!r}", tool.parameters, _LATER)
 
 
 def check_choice(choice: str, toolbox: Toolbox) -> None:

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from freetoken_agent import Agent, InvalidTool, Tool, ToolList, ToolNameTaken, Toolset, tool
+from freetoken_agent import (
+    Agent,
+    InvalidTool,
+    Tool,
+    ToolList,
+    ToolNameTaken,
+    Toolset,
+    UnsupportedSchema,
+    tool,
+)
+from freetoken_agent.testing import ScriptedModel
 from freetoken_agent.tool_testing import call_tool
 from freetoken_agent.tooling.toolsets import Toolbox, known_tools, listed_tools
 
@@ -194,3 +204,20 @@ async def test_a_toolset_may_hold_plain_functions() -> None:
     assert [one.name for one in await listed_tools([], [Loose("x")])] == ["write"]
     with pytest.raises(InvalidTool, match="a tool is a function; got 5"):
         await listed_tools([], [Loose()])
+
+
+async def test_listed_schemas_that_cannot_be_enforced_are_named_before_any_model_call() -> None:
+    """Oracle: the error that the same tool causes where an agent is made; no request was made."""
+    one = {"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}}
+    schema = {"type": "object", "properties": {"a": one}, "required": ["a"]}
+
+    class Listing(Remote):
+        async def list_tools(self) -> Sequence[Tool[..., Any]]:
+            later = self.names == ("later",)
+            return [Tool.from_schema("odd", schema, dict, validate_after=later)]
+
+    model = ScriptedModel(["fine"])
+    with pytest.raises(UnsupportedSchema, match="'odd'.*contains"):
+        await Agent(model, toolsets=[Listing()]).run("x")
+    assert not model.requests
+    assert (await Agent(model, toolsets=[Listing("later")]).run("x")).output == "fine"
