@@ -137,11 +137,12 @@ class Agent(Generic[Deps, Output]):
     """What a model is told, may do and must answer, as data.
 
     `model`: a model, the name of a pulled one (loaded at the first run and shared by all agents of
-    the process), or None if every run brings a session. `instructions`: the system text, or a
-    function of the `RunContext`; None leaves a session's as it is. `sampling`: options of
-    `generate`, such as `temperature`. `context_rules`: what a run edits in its context before a
-    model call, in this order. `prompt_policy`: what a run does with a session whose preamble
-    differs. `trace_content`: whether spans of OpenTelemetry hold texts, arguments and results.
+    the process), or None if every run brings a session: a session has a model of its own, and runs
+    on that one. `instructions`: the system text, or a function of the `RunContext`; None leaves a
+    session's as it is. `sampling`: options of `generate`, such as `temperature`. `context_rules`:
+    what a run edits in its context before a model call, in this order. `prompt_policy`: what a run
+    does with a session whose preamble differs. `trace_content`: whether spans of OpenTelemetry hold
+    texts, arguments and results.
 
     InvalidAgent, ToolNameTaken, UnsupportedSchema, InvalidOutputType.
     """

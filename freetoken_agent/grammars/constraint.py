@@ -179,6 +179,6 @@ def _fault_of(schema: str) -> str:
 def _refused(message: str) -> UnsupportedSchema:
     return UnsupportedSchema(
         "the schema cannot be enforced while the model writes",
-        value=message.strip().splitlines()[0][:200],
+        value=" ".join(message.split())[:200],
         remedy="leave the keyword out, or check what was written afterwards (validate_after=True)",
     )

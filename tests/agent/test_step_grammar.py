@@ -224,3 +224,11 @@ def test_ids_that_the_caller_forces_free_a_step_that_nothing_else_binds() -> Non
     assert step_constraint(model, [LS], "start", GenerateOptions.parse({"force": [65]})) is None
     bound = GenerateOptions.parse({"force": [65], "tool_choice": "required"})
     assert step_constraint(model, [LS], "start", bound) is not None
+
+
+def test_a_pattern_that_cannot_be_enforced_is_told_whole() -> None:
+    """Oracle: llguidance, which says it in several lines: the pattern, and the fault."""
+    with pytest.raises(UnsupportedSchema) as refused:
+        check_schema({"type": "string", "pattern": "^(?!a).*$"})
+    told = str(refused.value)
+    assert "^(?!a).*$" in told and "look-ahead" in told and "\n" not in told
