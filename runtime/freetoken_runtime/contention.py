@@ -36,6 +36,13 @@ def apart(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
+def compute_alone() -> None:
+    """Let the calling thread have no team. torch keeps the setting for each thread, but takes the
+    last one that anybody made when a thread first computes: asked for here, it is taken now."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+
+
 class ThreadGovernor:
     """Chooses between all threads (`most`) and one. Used by the owner thread, before each pass."""
 

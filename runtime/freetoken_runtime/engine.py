@@ -117,7 +117,7 @@ class Engine:
         RAM, see `attach`. ModelNotFound, UnsupportedArchitecture, UnsupportedConfig, WeightsError,
         BudgetTooSmall."""
         resolved = resolve(config, read_host())
-        source = open_source(path)
+        source = apart(lambda: open_source(path))
         rows = reserve_rows(source.spec, resolved.ram_budget_bytes)
         reserve = Reserve(rows, source.spec.bytes_per_token()) if rows else None
         model = apart(

@@ -15,7 +15,7 @@ import torch
 
 from .batch import Batch, Form, RowGroup, SequenceRows
 from .config import Prefill
-from .contention import ThreadGovernor
+from .contention import ThreadGovernor, apart
 from .errors import InvalidConfig
 from .kernels.int8_linear.cpu import has_exact_sums
 from .layers.linear import PARTS
@@ -51,7 +51,7 @@ class Runner:
         self, decoder: Decoder, governor: ThreadGovernor, prefill: Prefill = "exact"
     ) -> None:
         """InvalidConfig if this machine cannot compute that kind of prefill."""
-        if _MANY[prefill] in PARTS and not has_exact_sums():
+        if _MANY[prefill] in PARTS and not apart(has_exact_sums):
             raise InvalidConfig(
                 "this machine adds products of int8 with saturation",
                 value=f'prefill="{prefill}"',

@@ -14,6 +14,7 @@ import torch
 
 from freetoken_storage.weights_direct import Buffers, DirectReader, Pending
 
+from ..contention import compute_alone
 from ..experts.choice import own_form
 from ..experts.records import ExpertForm
 from ..ftw_weights import FtwFolder
@@ -59,7 +60,7 @@ class KernelProbe:
             prepared.file.read(name, reader, memory)
             self._experts.append(prepared.form.expert(memory))
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, initializer=_one_thread)
+        self._pool = ThreadPoolExecutor(threads, initializer=compute_alone)
 
     def __enter__(self) -> Self:
         return self
@@ -104,10 +105,6 @@ class DiskProbe:
         for read, _ in under_way:
             read.result()
         return Turn(time.perf_counter() - started, total)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @torch.inference_mode()

@@ -19,6 +19,7 @@ import torch
 from freetoken_storage.weights import RECORD_ALIGNMENT
 from freetoken_storage.weights_direct import Buffers, Extent, Pending
 
+from ..contention import compute_alone
 from ..experts.fetch import Disk
 from ..experts.records import ExpertForm
 from ..experts.supply import FETCH_THREADS
@@ -81,7 +82,7 @@ def measure_kernel(form: ExpertForm, threads: int) -> KernelSpeeds:
     with torch.inference_mode():
         experts = _experts(form, max(2 * threads, -(-_COLD_BYTES // form.layout.size_bytes)))
     shares = [experts[start::threads] for start in range(threads)]
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(threads, initializer=compute_alone) as pool:
 
         def seconds(
             work: Callable[[Sequence[Expert]], None], each: Sequence[list[Expert]]

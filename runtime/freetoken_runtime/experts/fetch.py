@@ -13,6 +13,8 @@ import torch
 
 from freetoken_storage.weights_direct import DirectReader
 
+from ..contention import compute_alone
+
 SWITCH_S = 1e-4
 
 
@@ -85,10 +87,10 @@ def unfinished(jobs: Iterable[Future[None] | None]) -> list[Future[None]]:
 
 
 def _started(threads: int) -> ThreadPoolExecutor:
-    """torch's setting is per thread, but new threads of anybody's begin with the last one made: it
-    is made good here."""
+    """New threads of anybody's begin with the last number of compute threads that was set: that is
+    made good here."""
     own = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, "freetoken-experts", lambda: torch.set_num_threads(1))
+    pool = ThreadPoolExecutor(threads, "freetoken-experts", compute_alone)
     ready = Barrier(threads + 1)
     for _ in range(threads):
         pool.submit(ready.wait)

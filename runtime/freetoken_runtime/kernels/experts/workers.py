@@ -22,6 +22,7 @@ from weakref import finalize
 
 import torch
 
+from ...contention import compute_alone
 from ...errors import WorkerStalled
 
 TIMEOUT_S = 60.0  # an expert takes milliseconds, with thousands of rows seconds
@@ -175,7 +176,7 @@ def _alone(jobs: Iterable[Job]) -> None:
 
 
 def _help(rounds: "SimpleQueue[_Round | None]") -> None:
-    torch.set_num_threads(1)  # as the asking thread has: new threads of anybody's begin with that
+    compute_alone()  # as the asking thread does: new threads of anybody's begin with that
     while (round_ := rounds.get()) is not None:
         round_.help()
         del round_  # nothing of it is kept while there is nothing to do
