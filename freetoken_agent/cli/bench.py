@@ -326,10 +326,10 @@ def _as_json(report: BenchReport, missed: list[str]) -> dict[str, Any]:
 def _view(report: BenchReport) -> Group:
     table = Table("figure", "value", "against", "ratio", "target", "", box=None, pad_edge=False)
     for figure in report.figures:
-        against = "" if figure.baseline is None else f"{figure.baseline:,.1f} ({figure.note})"
+        against = "" if figure.baseline is None else f"{_number(figure.baseline)} ({figure.note})"
         table.add_row(
             figure.name,
-            f"{figure.value:,.1f} {figure.unit}",
+            f"{_number(figure.value)} {figure.unit}",
             against or figure.note,
             "" if figure.ratio is None else f"{figure.ratio:.3g}",
             _target_text(figure.target),
@@ -339,6 +339,11 @@ def _view(report: BenchReport) -> Group:
     where = f"{machine.cpu}, {report.threads} threads of {machine.logical_cpus} CPUs"
     load = "" if machine.load_1m is None else f", load {machine.load_1m:.1f} at the start"
     return Group(table, f"\n{report.model} on {where}{load}; {report.seconds:.0f} s")
+
+
+def _number(value: float) -> str:
+    """Errors are small, and none of them is 0.0."""
+    return f"{value:,.1f}" if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def _target_text(target: Target | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from freetoken_agent.cli.bench import _number
 from freetoken_agent.cli.main import app
 from freetoken_runtime.bench import timing
 
@@ -106,3 +107,9 @@ def test_strict_reports_a_missed_target(tiny_folder: Path, monkeypatch: pytest.M
     result = CliRunner().invoke(app, [*command, "--model", str(tiny_folder)])
     assert result.exit_code == 3
     assert json.loads(result.stdout)["missed"] == ["fork of 300 tokens, with its commit"]
+
+
+def test_small_figures_are_not_rounded_to_nothing() -> None:
+    """Oracle: the numbers as a reader expects them."""
+    shown = {value: _number(value) for value in (0.0, 1.4e-4, -0.05, 0.1, 1335.52)}
+    assert list(shown.values()) == ["0.0", "0.00014", "-0.05", "0.1", "1,335.5"]

@@ -76,29 +76,32 @@ def _attend_one(
 def _attend_many(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of queries, each against the keys that it sees, a group of heads at a time."""
+    """Blocks of queries against blocks of the keys that they see, a group of heads at a time."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     out, lse = q.new_empty(queries, kv_heads, group, dim), q.new_empty(queries, kv_heads, group)
     block = min(queries, _MAX_QUERIES, max(16, _GEMM_ROWS // group // 16 * 16))
+    # Whole blocks of queries, so that none has rows that see nothing of a block of keys.
+    step = max(block, _GEMM_KEYS // block * block)
     scaled = (q * scale).view(queries, kv_heads, group, dim)
     for head in range(kv_heads):
-        keys, values = k[:, head].contiguous(), v[:, head].contiguous()
-        for start in range(0, queries, block):
-            rows = scaled[start : start + block, head].transpose(0, 1)  # [group, block, dim]
-            count = rows.shape[1]
-            seen = start + count if causal else len(keys)
-            firsts = range(0, start + 1 if causal else seen, _GEMM_KEYS)
-            parts = []
-            for first, stop in zip(firsts, [*firsts[1:], seen], strict=True):
-                scores = linear(rows.reshape(-1, dim), keys[first:stop])
-                if causal and stop > start:
+        parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the block's first query
+        for first in range(0, len(k), step):
+            keys, values = (piece[first : first + step, head].contiguous() for piece in (k, v))
+            for start in range(first if causal else 0, queries, block):
+                rows = scaled[start : start + block, head].transpose(0, 1)  # [group, block, dim]
+                count = rows.shape[1]
+                seen = min(len(keys), start + count - first) if causal else len(keys)
+                scores = linear(rows.reshape(-1, dim), keys[:seen])
+                if causal and start < first + seen:
                     scores.view(group, count, -1)[:, :, start - first :].add_(_later(count))
-                parts.append(_weigh(scores, values[first:stop]))
-            mixed, sums = _joined(parts)
-            out[start : start + count, head] = mixed.view(group, count, dim).transpose(0, 1)
-            lse[start : start + count, head] = sums.view(group, count).t()
+                part = _weigh(scores, values[:seen])
+                parts[start] = _joined([parts[start], part]) if start in parts else part
+        for start, (mixed, sums) in parts.items():
+            rows_of = slice(start, start + len(sums) // group)
+            out[rows_of, head] = mixed.view(group, -1, dim).transpose(0, 1)
+            lse[rows_of, head] = sums.view(group, -1).t()
     return out.view(queries, heads, dim), lse.view(queries, heads)
 
 

@@ -24,7 +24,7 @@ from ..working_memory import forget, room
 from .workers import Job, Workers
 
 _RESULTS = "results of experts"  # the use of their memory
-_KEPT_RESULTS = 16 << 20  # numbers; 64 MiB
+_KEPT_RESULTS = 32 << 20  # numbers; 128 MiB
 _STEPS = 8  # numbers of rows that are padded to in steps of one size
 PADDED_ROWS = 16  # a GEMM with at least so many rows gives a row the same bits whatever the others
 
