@@ -11,9 +11,7 @@ from freetoken_runtime.bench.timing import Figure, OnTurn
 
 from .bench_measures import Measure, kept_or_temporary
 
-EXPERTS_MODEL = (
-    "random weights, 4 layers of Qwen3-30B-A3B's shapes with 64 experts, passes of up to 2,048 rows"
-)
+EXPERTS_MODEL = "random weights, 4 layers of Qwen3-30B-A3B's shapes with 64 experts"
 
 
 def experts_measures(folder: Path | None, rounds: int, threads: int | None) -> dict[str, Measure]:

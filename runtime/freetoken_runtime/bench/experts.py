@@ -76,7 +76,7 @@ class ExpertsSettings:
     rounds: int = 3
     forms: Sequence[tuple[Quant, Prefill]] = FORMS
     threads: int | None = None
-    prefill_chunk: int = 2048  # weights are taken apart once for all rows of a pass
+    prefill_chunk: int = 512
 
     @property
     def tasks(self) -> tuple[str, ...]:
