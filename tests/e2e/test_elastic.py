@@ -47,7 +47,7 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("elastic") / "model"
     # The library's own store of compiled kernels, one for every number of rows, is kept small: it
     # is no memory that moves.
-    caches = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+    caches = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "2"}
     environment = {**os.environ, **caches, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCENARIO, str(folder), "16000"],
