@@ -17,6 +17,7 @@ from pathlib import Path
 from ..config import EngineConfig, read_host, resolve
 from ..conversion import convert
 from ..engine import Engine
+from ..memory import return_freed_memory
 from ..random_weights import RandomWeights
 from ..reports import EngineStats
 from ..sampler import SamplingParams
@@ -63,7 +64,8 @@ class ElasticSettings:
 class Outcome:
     """What a run gave. `tokens`: of the session and of the one beside it; `over_bytes`: the most
     that was counted above the budget of the moment, 0 if nothing ever was; `rss_bytes`: the most of
-    RssAnon; `slots` and `resting_bytes`, RssAnon again: after each turn."""
+    RssAnon; `slots` and `resting_bytes`, RssAnon again, without what malloc holds freed: after each
+    turn."""
 
     seconds: float
     tokens: tuple[tuple[int, ...], tuple[int, ...]]
@@ -258,6 +260,7 @@ class _Run:
         self.tokens[0].extend(answer)
         self._look()
         self.slots.append(self.engine.stats().experts.slots)
+        return_freed_memory()  # a pass's matrices stay with malloc for a while, some of them
         self.resting_bytes.append(anonymous_bytes() - self.before_bytes)
 
     def outcome(self) -> Outcome:
