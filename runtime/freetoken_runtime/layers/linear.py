@@ -134,9 +134,10 @@ class IntegerLinear(Linear):
         return self._in_slices(lambda rows: linear(x, self._dequantise(rows)))
 
     def many_rounded(self, x: torch.Tensor) -> torch.Tensor:
-        rounded, weight = x.bfloat16(), self._weight
+        weight = self._weight
         if isinstance(weight, int8.PackedInt8):  # among matrices of int4, a head
             return self.many(x)
+        rounded = x.bfloat16()
         return self._in_slices(lambda rows: int4.many_rounded(rounded, weight, rows))
 
     def many_integers(self, rows: PickedRows, parts: int) -> torch.Tensor:

@@ -164,19 +164,26 @@ def _band(queries: int, keys: int, window: int) -> torch.Tensor:
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Outputs over disjoint sets of keys -> the output over all of them, [n, Hq, D]."""
-    return _joined(parts)[0]
+    *others, last = parts
+    return _blended(_joined(others), last) if others else last[0]
 
 
 def _joined(
     parts: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [..., D] and log-sum-exps [...] over disjoint sets of keys -> those over all."""
-    merged, lse = parts[0]
-    for out, other in parts[1:]:
-        # Not softmax and sum: over a first dimension their order depends on the number of threads.
-        merged = torch.lerp(merged, out, sigmoid(other - lse)[..., None])
-        lse = _log_of_sum(lse, other)
-    return merged, lse
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = _blended(joined, part), _log_of_sum(joined[1], part[1])
+    return joined
+
+
+def _blended(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """The output of both."""
+    # Not softmax and sum: over a first dimension their order depends on the number of threads.
+    return torch.lerp(one[0], other[0], sigmoid(other[1] - one[1])[..., None])
 
 
 def _log_of_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
