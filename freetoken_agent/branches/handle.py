@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from freetoken_storage.records import Sessions, Snapshots
@@ -208,8 +209,21 @@ class Handle:
         thinking: bool | None = None,
         dry_run: bool = False,
     ) -> Edit:
-        """Apply an edit, or only say what it would do. Priced before it is committed, so that
-        whatever raises leaves everything as it was. `thinking`: as the next generation will ask."""
+        """Apply an edit, or only say what it would do. `thinking`: as the next generation will
+        ask."""
+        commit = partial(self._accept, label)
+        return self.edited(rewrite, commit, thinking=thinking, dry_run=dry_run)
+
+    def edited(
+        self,
+        rewrite: Callable[[Layout, Path], Path],
+        commit: Callable[[Path], int | None],
+        *,
+        thinking: bool | None = None,
+        dry_run: bool = False,
+    ) -> Edit:
+        """The same for who commits in a way of its own: the new path -> the log entry. Priced
+        before it is committed, so that whatever raises leaves everything as it was."""
         with self.lock:
             model, layout = self.writable()
             before = self.path
@@ -218,7 +232,7 @@ class Handle:
             made = describe(before, after, plan)
             if not made.changed or dry_run:
                 return made
-            return made.model_copy(update={"log_id": self._accept(label, after)})
+            return made.model_copy(update={"log_id": commit(after)})
 
     def earlier(self, before: Path | None = None) -> EarlierPaths:
         """Where to look for what stood in a place before; `before`: where an edit starts."""

@@ -16,7 +16,7 @@ from functools import partial
 from ..branches import edits, lookups, pairing, views
 from ..branches.branch import StepGroup
 from ..branches.codec import CallMark
-from ..branches.handle import Handle, describe, plan_of
+from ..branches.handle import Handle
 from ..branches.path import New, Path
 from ..chat_templates.layout import Layout
 from ..segments import Edit, Segment
@@ -121,16 +121,7 @@ class RunWriter:
         thinking: bool | None = None,
         dry_run: bool = False,
     ) -> Edit:
-        handle = self._handle
-        with handle.lock:
-            model, layout = handle.writable()
-            before = handle.path
-            after = rewrite(layout, before)
-            plan = plan_of(model, layout, after, handle.earlier(before), thinking)
-            made = describe(before, after, plan)
-            if not made.changed or dry_run:
-                return made
-            return made.model_copy(update={"log_id": self._commit(after)})
+        return self._handle.edited(rewrite, self._commit, thinking=thinking, dry_run=dry_run)
 
     def _close(self, call: Segment) -> None:
         mark = self.mark_of(call)
