@@ -13,7 +13,7 @@ import torch
 
 from freetoken_runtime.contention import ThreadGovernor
 from freetoken_runtime.errors import WorkerStalled
-from freetoken_runtime.kernels.experts.cpu import ExpertRows, Serve, Task, mix
+from freetoken_runtime.kernels.experts.cpu import Demand, Serve, Task, mix
 from freetoken_runtime.kernels.experts.workers import Job, Workers
 from freetoken_storage.errors import FreetokenError
 
@@ -39,11 +39,11 @@ class Played:
         self.act(expert)
         return (self.x if numbers is None else self.x[numbers]) @ self.matrices[expert]
 
-    def serve(self, groups: Sequence[ExpertRows]) -> Generator[Task]:
+    def serve(self, wanted: Sequence[Demand]) -> Generator[Task]:
         try:
-            for group in groups:
-                release = partial(self.released.append, group.expert)
-                yield Task(group.expert, partial(self.compute, group.expert), release)
+            for demand in wanted:
+                release = partial(self.released.append, demand.expert)
+                yield Task(demand.expert, partial(self.compute, demand.expert), release)
         finally:
             self.closed = True
 
@@ -217,8 +217,8 @@ def test_what_serving_raises_comes_out_when_all_are_back(workers: Workers) -> No
 
     played = Played(act)
 
-    def serve(groups: Sequence[ExpertRows]) -> Generator[Task]:
-        yield from list(played.serve(groups[:2]))
+    def serve(wanted: Sequence[Demand]) -> Generator[Task]:
+        yield from list(played.serve(wanted[:2]))
         assert going.acquire(timeout=30.0)
         raise FreetokenError("the disk is gone")
 
@@ -235,8 +235,8 @@ def test_serving_may_wait_for_a_release(workers: Workers) -> None:
     slots = threading.Semaphore(2)
     played = Played()
 
-    def serve(groups: Sequence[ExpertRows]) -> Generator[Task]:
-        for task in played.serve(groups):
+    def serve(wanted: Sequence[Demand]) -> Generator[Task]:
+        for task in played.serve(wanted):
             assert slots.acquire(timeout=30.0)
 
             def release(task: Task = task) -> None:

@@ -13,7 +13,7 @@ from freetoken_runtime.batch import Form, RowGroup
 from freetoken_runtime.errors import UnsupportedConfig
 from freetoken_runtime.kernels.dense_linear.cpu import linear
 from freetoken_runtime.kernels.experts import reference
-from freetoken_runtime.kernels.experts.cpu import ExpertRows, Task, group_by_expert, mix
+from freetoken_runtime.kernels.experts.cpu import Demand, Task, group_by_expert, mix
 from freetoken_runtime.kernels.int4_linear import cpu as int4
 from freetoken_runtime.kernels.int4_linear import reference as int4_reference
 from freetoken_runtime.kernels.int8_linear import cpu as int8
@@ -330,26 +330,27 @@ def test_m8_gate_and_up_are_told_apart_where_dimensions_are_equal(inner: int) ->
         assert error(ours.double(), naive(spec, weights, x)) < 1e-5
 
 
-def test_results_are_summed_in_the_order_of_the_slots() -> None:
+@pytest.mark.parametrize("rows", [1, 9])
+def test_results_are_summed_in_the_order_of_the_slots(rows: int) -> None:
     """Oracle: the sum written out, bit for bit, in an order that differs from the experts'."""
-    x = torch.randn(9, 5)
-    chosen = torch.stack([torch.randperm(7)[:4] for _ in range(9)])
-    weights = torch.rand(9, 4)
+    x = torch.randn(rows, 5)
+    chosen = torch.stack([torch.randperm(7)[:4] for _ in range(rows)])
+    weights = torch.rand(rows, 4)
     calls: list[int] = []
     released: list[int] = []
 
     def compute(expert: int, numbers: torch.Tensor | None, part: int) -> torch.Tensor:
         calls.append(expert)
-        assert numbers is not None
-        return x[numbers] * (expert + 1.37)
+        assert (numbers is None) == (rows == 1)
+        return (x if numbers is None else x[numbers]) * (expert + 1.37)
 
-    def serve(groups: Sequence[ExpertRows]) -> Generator[Task]:
-        for group in reversed(groups):
-            release = partial(released.append, group.expert)
-            yield Task(group.expert, partial(compute, group.expert), release)
+    def serve(wanted: Sequence[Demand]) -> Generator[Task]:
+        for demand in reversed(wanted):
+            release = partial(released.append, demand.expert)
+            yield Task(demand.expert, partial(compute, demand.expert), release)
 
-    ours = mix(5, chosen, weights, serve, [9])
-    for row in range(9):
+    ours = mix(5, chosen, weights, serve, [rows])
+    for row in range(rows):
         total = x[row] * (int(chosen[row, 0]) + 1.37) * weights[row, 0]
         for slot in range(1, 4):
             value = x[row] * (int(chosen[row, slot]) + 1.37)
@@ -365,7 +366,7 @@ def test_rows_are_grouped_by_expert() -> None:
     expected: dict[int, list[int]] = {}
     for pair, expert in enumerate(chosen.flatten().tolist()):
         expected.setdefault(expert, []).append(pair)
-    ours = {group.expert: group.pairs.tolist() for group in group_by_expert(chosen)}
+    ours = {expert: pairs.tolist() for expert, pairs in group_by_expert(chosen).items()}
     assert ours == expected and list(ours) == sorted(ours)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from ..batch import Form
+from ..kernels.experts.cpu import Demand as Demand
 from ..kernels.experts.cpu import clamped_glu, pad_rows
 from ..specs.moe import ClampedGlu, ExpertSpec
 from .linear import PARTS, Linear
@@ -26,28 +27,21 @@ class Expert:
 
     def __call__(self, rows: PickedRows, form: Form) -> torch.Tensor:
         """rows [m, H], m >= 1 -> [m, H] fp32 or bf16; a row's bits do not depend on m."""
-        alone = form is Form.FEW and self.up.few_rows_batch and self.down.few_rows_batch
-        inner = self.activate(self._outer(rows, form, alone).float())
-        return self.down.apply(form, inner if alone else pad_rows(inner))[: len(rows)]
+        if form is Form.FEW and self.up.few_rows_batch and self.down.few_rows_batch:
+            outer = self.up.few(rows.rounded(self.up.few_dtype))
+            return self.down.few(self.activate(outer.float()))
+        inner = self.activate(self._outer(rows, form).float())
+        return self.down.apply(form, pad_rows(inner))[: len(rows)]
 
-    def _outer(self, rows: PickedRows, form: Form, alone: bool) -> torch.Tensor:
+    def _outer(self, rows: PickedRows, form: Form) -> torch.Tensor:
         """What `up` makes of the rows, and of those they may be padded with."""
         if form in PARTS and self.up.has_integer_forms:
             return self.up.many_integers(rows, PARTS[form])
-        x = rows.plain()
-        return self.up.apply(form, x if alone else pad_rows(x))
+        return self.up.apply(form, pad_rows(rows.plain()))
 
     @property
     def size_bytes(self) -> int:
         return self.up.size_bytes + self.down.size_bytes
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a pass wants of one expert: to compute so many rows."""
-
-    expert: int
-    rows: int
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ class Linear(ABC):
     """y = x Wᵀ + b. Immutable.
 
     `few_rows_batch`: in the FEW form a row's result is the same bits whatever rows stand beside
-    it, so rows of several sequences may share a group. `format`: for reports, how weights are held.
+    it, so rows of several sequences may share a group; `few_dtype`: what that form rounds rows to.
+    `format`: for reports, how weights are held.
     `has_integer_forms`: whether `many_integers` is a form of its own, for any number of rows.
     """
 
     outputs: int
     inputs: int
     format: str
+    few_dtype: torch.dtype
     has_integer_forms: bool = False
 
     @property
@@ -49,7 +51,7 @@ class Linear(ABC):
 
     @abstractmethod
     def few(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, K] fp32 -> [n, N] fp32 or bf16."""
+        """x [n, K] fp32, or rounded to `few_dtype` -> [n, N] fp32 or bf16."""
 
     @abstractmethod
     def weight_rows(self, rows: torch.Tensor) -> torch.Tensor:
@@ -85,6 +87,7 @@ class DenseLinear(Linear):
         weight = weight.contiguous()
         self.outputs, self.inputs = weight.shape
         self.format = str(weight.dtype).removeprefix("torch.")
+        self.few_dtype = weight.dtype
         self._weight = weight
         self._bias = None if bias is None else bias.to(weight.dtype)
 
@@ -111,6 +114,7 @@ class IntegerLinear(Linear):
     an fp32 GEMM with fp32 activations for many. Rounded forms for many are for those who ask."""
 
     few_rows_batch = True  # each output is one dot product in a fixed order
+    few_dtype = torch.bfloat16
 
     def __init__(
         self, weight: int8.PackedInt8 | int4.PackedInt4, bias: torch.Tensor | None = None

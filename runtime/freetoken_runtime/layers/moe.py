@@ -16,10 +16,10 @@ import torch
 
 from ..batch import Form, RowGroup
 from ..kernels.activations import sigmoid
-from ..kernels.experts.cpu import ExpertRows, Task, mix, pad_rows
+from ..kernels.experts.cpu import Demand, Task, mix, pad_rows
 from ..kernels.experts.workers import Workers
 from ..specs.moe import MoeSpec, RouterSpec
-from .expert import Demand, Expert, Experts, ResidentExperts, Served, expert_activation
+from .expert import Expert, Experts, ResidentExperts, Served, expert_activation
 from .linear import DenseLinear, Linear
 from .mlp import Mlp
 from .mlp import build as build_mlp
@@ -43,7 +43,10 @@ class Router:
         self, x: torch.Tensor, groups: Sequence[RowGroup]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H] fp32 -> logits [T, E] and gate [T, 0 or 1], a row's bits its own."""
-        outputs = torch.cat([self._logits(x[g.start : g.stop], g.form) for g in groups])
+        if len(groups) == 1:
+            outputs = self._logits(x, groups[0].form)
+        else:
+            outputs = torch.cat([self._logits(x[g.start : g.stop], g.form) for g in groups])
         experts = self.spec.num_experts
         return outputs[:, :experts], outputs[:, experts:]
 
@@ -135,7 +138,6 @@ class Moe:
 
     def _mix(self, x: torch.Tensor, routes: Routes, parts: Sequence[RowGroup]) -> torch.Tensor:
         """Every expert once, for the rows of all parts: it may have come from far."""
-
         rows_of = [Rows(x[part.start : part.stop]) for part in parts]
 
         def compute(served: Served, numbers: torch.Tensor | None, part: int) -> torch.Tensor:
@@ -143,8 +145,7 @@ class Moe:
                 served.prepare()
             return served.expert(rows_of[part].pick(numbers), parts[part].form)
 
-        def serve(groups: Sequence[ExpertRows]) -> Generator[Task]:
-            wanted = [Demand(group.expert, len(group.pairs)) for group in groups]
+        def serve(wanted: Sequence[Demand]) -> Generator[Task]:
             for served in self.experts.serve(wanted, len(x)):
                 yield Task(served.index, partial(compute, served), served.release)
 

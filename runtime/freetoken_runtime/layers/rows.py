@@ -14,8 +14,15 @@ class Rows:
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
+        self._rounded: dict[torch.dtype, torch.Tensor] = {torch.float32: x}
         self._integers: dict[int, IntegerRows] = {}
         self._rounding = Lock()
+
+    def rounded(self, dtype: torch.dtype) -> torch.Tensor:
+        with self._rounding:
+            if dtype not in self._rounded:
+                self._rounded[dtype] = self.x.to(dtype)
+            return self._rounded[dtype]
 
     def integers(self, parts: int) -> IntegerRows:
         with self._rounding:
@@ -39,8 +46,11 @@ class PickedRows:
         return len(self.rows.x) if self.numbers is None else len(self.numbers)
 
     def plain(self) -> torch.Tensor:
-        x = self.rows.x
-        return x if self.numbers is None else x.index_select(0, self.numbers)
+        return self.rounded(torch.float32)
+
+    def rounded(self, dtype: torch.dtype) -> torch.Tensor:
+        whole = self.rows.rounded(dtype)
+        return whole if self.numbers is None else whole.index_select(0, self.numbers)
 
     def integers(self, parts: int) -> IntegerRows:
         whole = self.rows.integers(parts)

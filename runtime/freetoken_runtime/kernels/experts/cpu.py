@@ -5,6 +5,7 @@ by whichever thread takes it.
     chosen [n, k]  --sort-->  expert e: the (row, slot) pairs that chose it
     out    [n, k, N]          what each pair computed, wherever and whenever its expert was served
     y      Σ_j weights[:, j] · out[:, j]        in the order of the slots
+    n = 1                     every token of a conversation: nothing is sorted, picked or scattered
 
 Results are kept per (row, slot) and summed in the order of the slots, so that a row's bits depend
 neither on the order in which experts are served nor on the rows that share them.
@@ -30,25 +31,20 @@ PADDED_ROWS = 16  # a GEMM with at least so many rows gives a row the same bits 
 
 
 @dataclass(frozen=True)
-class ExpertRows:
-    """What one expert serves, in the order of rows: pair p is slot p % k of row p // k."""
+class Demand:
+    """What a pass wants of one expert: to compute so many rows."""
 
     expert: int
-    pairs: torch.Tensor  # [m] int64, m >= 1
+    rows: int
 
 
-def group_by_expert(chosen: torch.Tensor) -> Iterator[ExpertRows]:
-    """chosen [n, k] int64 -> every expert that has rows, ascending."""
+def group_by_expert(chosen: torch.Tensor) -> dict[int, torch.Tensor]:
+    """chosen [n, k] int64 -> for every expert that has rows, ascending, its pairs [m] int64 in the
+    order of rows: pair p is slot p % k of row p // k."""
     flat = chosen.reshape(-1)
-    if len(chosen) == 1:  # a row takes no expert twice; this is every token of a conversation
-        numbers = flat.tolist()
-        every = torch.split(torch.arange(len(numbers)), 1)
-        yield from (ExpertRows(numbers[slot], every[slot]) for slot in flat.argsort().tolist())
-        return
     order = flat.argsort(stable=True)
     experts, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    for expert, pairs in zip(experts.tolist(), torch.split(order, counts.tolist()), strict=True):
-        yield ExpertRows(expert, pairs)
+    return dict(zip(experts.tolist(), torch.split(order, counts.tolist()), strict=True))
 
 
 # Numbers [m] of rows of one part of the pass, m >= 1, counted from the part's first (None: its only
@@ -67,7 +63,7 @@ class Task:
 
 # Experts that have rows, ascending -> each of them once, in any order. Advanced by one thread; it
 # may wait until tasks are released.
-Serve = Callable[[Sequence[ExpertRows]], Generator[Task]]
+Serve = Callable[[Sequence[Demand]], Generator[Task]]
 
 _ALONE = Workers()
 
@@ -83,33 +79,59 @@ def mix(
     """chosen [n, k] int64, weights [n, k] fp32 -> [n, width] fp32. `ends`: where each part of the
     rows ends that is to be computed by itself, ascending, the last one n. Whatever it raises, no
     task is computed or held any more; `WorkerStalled`: one is, but nobody waits."""
+    if len(chosen) == 1:
+        of_slots = _of_one_row(chosen[0].tolist(), serve, workers)
+    else:
+        of_slots = _of_rows(width, chosen, serve, ends, workers)
+    shares = weights[:, :, None].unbind(1)
+    mixed = of_slots[0] * shares[0]
+    for of_slot, share in zip(of_slots[1:], shares[1:], strict=True):
+        mixed.addcmul_(of_slot, share)
+    return mixed
+
+
+def _of_one_row(chosen: Sequence[int], serve: Serve, workers: Workers) -> Sequence[torch.Tensor]:
+    """What the expert of each slot makes of the only row, [1, width] fp32 each."""
+    slot_of = {expert: slot for slot, expert in enumerate(chosen)}  # a row takes none twice
+    made: dict[int, torch.Tensor] = {}
+
+    def work(task: Task, slot: int) -> None:
+        made[slot] = task.compute(None, 0)
+
+    def job(task: Task) -> Job:
+        return Job(partial(work, task, slot_of.pop(task.expert)), task.release)
+
+    with closing(serve([Demand(expert, 1) for expert in sorted(slot_of)])) as tasks:
+        workers.run(map(job, tasks))
+    assert not slot_of, list(slot_of)
+    return torch.stack([made[slot] for slot in range(len(chosen))]).float().unbind()
+
+
+def _of_rows(
+    width: int, chosen: torch.Tensor, serve: Serve, ends: Sequence[int], workers: Workers
+) -> Sequence[torch.Tensor]:
+    """What the experts of each slot make of all rows, [n, width] fp32 each."""
     slots = chosen.shape[1]
     out = _results(chosen.numel(), width)  # every (row, slot) is written exactly once
-    groups = list(group_by_expert(chosen))
-    pairs_of = {group.expert: group.pairs for group in groups}
+    pairs_of = group_by_expert(chosen)
     starts, cuts = [0, *ends], [end * slots for end in ends]
 
     def work(task: Task, pairs: torch.Tensor) -> None:
         for part, of_part in _by_part(pairs, cuts):
-            numbers = None
-            if len(chosen) > 1:
-                numbers = of_part.div(slots, rounding_mode="floor").sub_(starts[part])
+            numbers = of_part.div(slots, rounding_mode="floor").sub_(starts[part])
             out.index_copy_(0, of_part, task.compute(numbers, part).float())
 
+    def job(task: Task) -> Job:
+        return Job(partial(work, task, pairs_of.pop(task.expert)), task.release)
+
     try:
-        with closing(serve(groups)) as tasks:
-            workers.run(
-                Job(partial(work, task, pairs_of.pop(task.expert)), task.release) for task in tasks
-            )
+        with closing(serve([Demand(e, len(pairs)) for e, pairs in pairs_of.items()])) as tasks:
+            workers.run(map(job, tasks))
     except WorkerStalled:
         forget(_RESULTS)  # the one that nobody waits for may still write there
         raise
     assert not pairs_of, list(pairs_of)
-    parts, shares = out.view(len(chosen), slots, width).unbind(1), torch.split(weights, 1, 1)
-    mixed = parts[0] * shares[0]
-    for part, share in zip(parts[1:], shares[1:], strict=True):
-        mixed.addcmul_(part, share)
-    return mixed
+    return out.view(len(chosen), slots, width).unbind(1)
 
 
 def _results(pairs: int, width: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ..working_memory import room
 
 BLOCK = 64  # a multiple of every known block of outputs
 _pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
-_op = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+_op = torch._weight_int4pack_mm_for_cpu
 
 
 @dataclass(frozen=True)
