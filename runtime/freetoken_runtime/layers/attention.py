@@ -8,11 +8,14 @@ import torch
 from ..batch import Batch, LayerState
 from ..kernels.activations import sigmoid
 from ..kernels.attention.cpu import add_sinks, attend, attend_window, merge
+from ..kernels.working_memory import empty
 from ..specs.attention import AttentionSpec
 from .linear import Linear
 from .norm import RmsNorm
 from .parts import Parts, Rope
 from .rope import rotate
+
+_BLOCK = 64  # rows
 
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -47,11 +50,7 @@ class Attention:
         last = heads + 2 * kv_heads
         rows = self.inputs(x, batch.groups).float().view(len(x), -1, self.spec.head_dim)
         qk, v = rows[:, : heads + kv_heads], rows[:, heads + kv_heads : last]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._norm(self.q_norm, qk[:, :heads]), self._norm(self.k_norm, qk[:, heads:])
-            qk = torch.cat((q, k), 1)
-        if rope is not None:
-            qk = rotate(qk, *rope)
+        qk = self._placed(qk, rope)
         q, k = qk[:, :heads], qk[:, heads:]
         parts = [
             attend_sequence(q[a:b], k[a:b], v[a:b], state, layer, self.scores)
@@ -61,6 +60,28 @@ class Attention:
         if self.spec.gated:
             mixed = mixed * sigmoid(rows[:, last:])
         return self.output(mixed.reshape(len(x), -1), batch.groups)
+
+    def _placed(self, qk: torch.Tensor, rope: Rope | None) -> torch.Tensor:
+        """Queries and keys [T, heads, D], normed and rotated where the model does so. Some rows at
+        a time, so that what lies between the steps stays in the cache."""
+        if len(qk) <= _BLOCK:
+            normed = self._normed(qk)
+            return normed if rope is None else rotate(normed, *rope)
+        placed = empty(*qk.shape)
+        for start in range(0, len(qk), _BLOCK):
+            rows = slice(start, start + _BLOCK)
+            normed, out = self._normed(qk[rows]), placed[rows]
+            if rope is None:
+                out.copy_(normed)
+            else:
+                rotate(normed, *(table[rows] for table in rope), out=out)
+        return placed
+
+    def _normed(self, qk: torch.Tensor) -> torch.Tensor:
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        q, k = qk[:, : self.spec.num_heads], qk[:, self.spec.num_heads :]
+        return torch.cat((self._norm(self.q_norm, q), self._norm(self.k_norm, k)), 1)
 
     def _norm(self, norm: RmsNorm, rows: torch.Tensor) -> torch.Tensor:
         """rows [T, heads, dim] normed per head or over all heads."""

@@ -19,11 +19,13 @@ from torch.nn.functional import pad
 
 from ..activations import sigmoid
 from ..dense_linear.cpu import has_onednn, linear
+from ..working_memory import empty
 
 _BLOCK, _MAX_BLOCK = 64, 512  # queries that share a mask: no fewer, no more
 _ROWS = 4  # products with fewer rows depend on the number of threads
 _GEMM_ROWS = 512  # of one GEMM: the queries of a group's heads; with
-_GEMM_KEYS = 2048  # these keys, 4 MiB of scores
+_KEYS = 2048  # these keys, 4 MiB of scores
+_KEYS_STEP, _QUERIES_STEP = 64, 16  # oneDNN compiles a kernel for each number of them
 _SQUARE_ROWS, _SQUARE_QUERIES = 1024, 512  # a causal square from either on: half of it is masked
 _MAX_QUERIES = 256
 _PIECE_ROWS = 128  # queries of a group that pay for putting a piece's heads apart
@@ -76,42 +78,60 @@ def _attend_one(
 def _attend_many(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of queries against blocks of the keys that they see, a group of heads at a time."""
+    """Blocks of queries against blocks of the keys that they see, a group of heads at a time. Rows
+    of zeros fill both up, so that few shapes occur."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    out, lse = q.new_empty(queries, kv_heads, group, dim), q.new_empty(queries, kv_heads, group)
-    block = min(queries, _MAX_QUERIES, max(16, _GEMM_ROWS // group // 16 * 16))
-    # Whole blocks of queries, so that none has rows that see nothing of a block of keys.
-    step = max(block, _GEMM_KEYS // block * block)
-    scaled = (q * scale).view(queries, kv_heads, group, dim)
+    out, lse = empty(queries, kv_heads, group, dim), q.new_empty(queries, kv_heads, group)
+    block = _block(queries, group)
+    scaled = _filled((q * scale).view(queries, kv_heads, group, dim), _QUERIES_STEP)
     for head in range(kv_heads):
-        parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the block's first query
-        for first in range(0, len(k), step):
-            keys, values = (piece[first : first + step, head].contiguous() for piece in (k, v))
-            for start in range(first if causal else 0, queries, block):
-                rows = scaled[start : start + block, head].transpose(0, 1)  # [group, block, dim]
-                count = rows.shape[1]
-                seen = min(len(keys), start + count - first) if causal else len(keys)
-                scores = linear(rows.reshape(-1, dim), keys[:seen])
-                if causal and start < first + seen:
+        keys, values = (_filled(piece[:, head], _KEYS_STEP) for piece in (k, v))
+        for start in range(0, queries, block):
+            rows = scaled[start : start + block, head].transpose(0, 1)  # [group, block, dim]
+            count = rows.shape[1]
+            flat = rows.reshape(-1, dim)
+            parts = []
+            for first in range(0, start + count if causal else len(k), _KEYS):
+                seen = slice(first, min(first + _KEYS, start + count if causal else len(keys)))
+                scores = linear(flat, keys[seen])
+                if causal and seen.stop > start:
                     scores.view(group, count, -1)[:, :, start - first :].add_(_later(count))
-                part = _weigh(scores, values[:seen])
-                parts[start] = _joined([parts[start], part]) if start in parts else part
-        for start, (mixed, sums) in parts.items():
-            rows_of = slice(start, start + len(sums) // group)
-            out[rows_of, head] = mixed.view(group, -1, dim).transpose(0, 1)
-            lse[rows_of, head] = sums.view(group, -1).t()
+                elif not causal and seen.stop > len(k):
+                    scores[:, len(k) - first :] = -math.inf
+                parts.append(_weigh(scores, values[seen]))
+            mixed, sums = _joined(parts)
+            rows_of = slice(start, min(start + block, queries))
+            count_of = rows_of.stop - start
+            out[rows_of, head] = mixed.view(group, -1, dim)[:, :count_of].transpose(0, 1)
+            lse[rows_of, head] = sums.view(group, -1)[:, :count_of].t()
     return out.view(queries, heads, dim), lse.view(queries, heads)
 
 
+def _block(queries: int, group: int) -> int:
+    """How many queries go together: a power of two, so that blocks of keys are whole ones of these
+    and the masked square of each lies in one of them."""
+    block = _QUERIES_STEP
+    while block < min(queries, _MAX_QUERIES) and 2 * block * group <= _GEMM_ROWS:
+        block *= 2
+    return block
+
+
+def _filled(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A contiguous copy of rows [n, ...] with zeros up to a multiple."""
+    count = len(rows)
+    out = empty(-(-count // multiple) * multiple, *rows.shape[1:])
+    out[:count] = rows
+    out[count:] = 0.0
+    return out
+
+
 def _weigh(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores [m, S], overwritten, values [S, D] -> softmax(scores) · values [m, D], the scores'
-    log-sum-exp [m]. Each row holds a finite score."""
-    largest = scores.amax(1, keepdim=True)
-    scores.sub_(largest).exp_()
-    sums = scores.sum(1, keepdim=True)
-    return linear(scores, values.t()).div_(sums), largest.add_(sums.log()).squeeze(1)
+    """scores [m, S], values [S, D] -> softmax(scores) · values [m, D], the scores' log-sum-exp [m].
+    Each row holds a finite score: that of the largest is e^0 / Σ e^(s - largest)."""
+    weights = torch.softmax(scores, 1, out=empty(*scores.shape))
+    return linear(weights, values.t()), scores.amax(1).sub_(weights.amax(1).log_())
 
 
 @lru_cache(maxsize=8)

@@ -18,14 +18,11 @@ from functools import partial
 
 import torch
 
-from ...errors import WorkerStalled
 from ...specs.moe import ClampedGlu
 from ..activations import sigmoid
-from ..working_memory import forget, room
+from ..working_memory import empty
 from .workers import Job, Workers
 
-_RESULTS = "results of experts"  # the use of their memory
-_KEPT_RESULTS = 32 << 20  # numbers; 128 MiB
 _STEPS = 8  # numbers of rows that are padded to in steps of one size
 PADDED_ROWS = 16  # a GEMM with at least so many rows gives a row the same bits whatever the others
 
@@ -112,7 +109,7 @@ def _of_rows(
 ) -> Sequence[torch.Tensor]:
     """What the experts of each slot make of all rows, [n, width] fp32 each."""
     slots = chosen.shape[1]
-    out = _results(chosen.numel(), width)  # every (row, slot) is written exactly once
+    out = empty(chosen.numel(), width)  # every (row, slot) is written exactly once
     pairs_of = group_by_expert(chosen)
     starts, cuts = [0, *ends], [end * slots for end in ends]
 
@@ -124,22 +121,10 @@ def _of_rows(
     def job(task: Task) -> Job:
         return Job(partial(work, task, pairs_of.pop(task.expert)), task.release)
 
-    try:
-        with closing(serve([Demand(e, len(pairs)) for e, pairs in pairs_of.items()])) as tasks:
-            workers.run(map(job, tasks))
-    except WorkerStalled:
-        forget(_RESULTS)  # the one that nobody waits for may still write there
-        raise
+    with closing(serve([Demand(e, len(pairs)) for e, pairs in pairs_of.items()])) as tasks:
+        workers.run(map(job, tasks))
     assert not pairs_of, list(pairs_of)
     return out.view(len(chosen), slots, width).unbind(1)
-
-
-def _results(pairs: int, width: int) -> torch.Tensor:
-    """[pairs, width] fp32. Memory of this size comes from the system each time, which takes longer
-    than filling it; the thread keeps what a pass of the usual length needs."""
-    if pairs * width > _KEPT_RESULTS:
-        return torch.empty(pairs, width)
-    return room(pairs, width, use=_RESULTS)
 
 
 def _by_part(pairs: torch.Tensor, ends: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:

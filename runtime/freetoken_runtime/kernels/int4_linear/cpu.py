@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ...errors import UnsupportedQuantization
 from ..dense_linear.cpu import linear
 from ..integers import Int4Values
-from ..working_memory import room
+from ..working_memory import empty
 
 BLOCK = 64  # a multiple of every known block of outputs
 _pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
@@ -74,12 +74,12 @@ def few(x: torch.Tensor, weight: PackedInt4) -> torch.Tensor:
 
 def dequantise(weight: PackedInt4, rows: slice) -> torch.Tensor:
     """Rows [start, stop) of W as fp32 [stop - start, K], start a multiple of 64; exact but for one
-    fp32 rounding of each weight. In the thread's working memory, until it is used again; an input's
-    outputs lie side by side, as they do in the packed bytes (turning them takes longer)."""
+    fp32 rounding of each weight. An input's outputs lie side by side, as they do in the packed
+    bytes (turning them takes longer)."""
     stop = min(rows.stop, weight.outputs)
     padded = slice(rows.start, stop + -stop % BLOCK)
     packed = weight.packed[padded]
-    turned = room(2 * packed.shape[1], len(packed))  # [K padded, N padded]
+    turned = empty(2 * packed.shape[1], len(packed))  # [K padded, N padded]
     _unpack(packed, byte_layout(), turned)
     # [K padded / size, 1, N padded] each
     scales, zeros = weight.scales_zeros[:, padded].permute(2, 0, 1).float().contiguous()[:, :, None]
@@ -93,7 +93,7 @@ def many_rounded(x: torch.Tensor, weight: PackedInt4, rows: slice) -> torch.Tens
     """x [n, K] bf16 -> [n, stop - start] fp32. Here the weights are rounded to bf16 as well: a
     group's scale does not come out of a sum over all of K."""
     turned = dequantise(weight, rows).t()
-    return linear(x, room(*turned.shape, dtype=torch.bfloat16).copy_(turned).t()).float()
+    return linear(x, empty(*turned.shape, dtype=torch.bfloat16).copy_(turned).t()).float()
 
 
 @lru_cache(maxsize=1)
@@ -136,7 +136,7 @@ def _unpack(packed: torch.Tensor, layout: ByteLayout, out: torch.Tensor) -> None
         low, high = out.view(inputs, -1, half, 2).unbind(3)
     else:
         low, high = out.view(inputs, -1, 2, half).unbind(2)  # [K, blocks, half a block]
-    steps = room(*bytes_.shape, dtype=torch.uint8)
+    steps = empty(*bytes_.shape, dtype=torch.uint8)
     signed = steps.view(torch.int8).transpose(0, 1)
     torch.bitwise_and(bytes_, 15, out=steps).sub_(8)
     low.copy_(signed)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..integers import Int8Values
-from ..working_memory import room
+from ..working_memory import empty
 
 MULTIPLE = 16
 _SUMS = 4 << 20  # int32 sums that are in memory at once
@@ -47,10 +47,9 @@ def few(x: torch.Tensor, weight: PackedInt8) -> torch.Tensor:
 
 
 def dequantise(weight: PackedInt8, rows: slice) -> torch.Tensor:
-    """Rows [start, stop) of W as fp32 [stop - start, K]; exact. In the thread's working memory:
-    until it is used again."""
+    """Rows [start, stop) of W as fp32 [stop - start, K]; exact."""
     values = weight.values[rows, : weight.inputs]
-    return room(*values.shape).copy_(values).mul_(weight.scales[rows].float()[:, None])
+    return empty(*values.shape).copy_(values).mul_(weight.scales[rows].float()[:, None])
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,13 @@ def many_integers(x: IntegerRows, weight: PackedInt8) -> torch.Tensor:
     """-> [n, N] fp32. Sums of products are exact: only x is rounded."""
     parts, count, inputs = x.values.shape
     values = pad(x.values, (0, weight.values.shape[1] - inputs)).view(parts * count, -1)
-    out, scales = torch.empty(count, len(weight.values)), weight.scales.float()
+    out, scales = empty(count, len(weight.values)), weight.scales.float()
     step = max(64, _SUMS // (parts * count) // 64 * 64)
     for start in range(0, len(weight.values), step):
         outputs = slice(start, start + step)
-        sums = torch._int_mm(values, weight.values[outputs].t())
+        of_outputs = weight.values[outputs]
+        sums = empty(parts * count, len(of_outputs), dtype=torch.int32)
+        torch._int_mm(values, of_outputs.t(), out=sums)
         part = out[:, outputs].copy_(sums[:count])
         if parts == 2:
             part.mul_(128.0).add_(sums[count:])
