@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 1 << 20
 _MAX_ENTRIES = 1000
 _HEX = re.compile(r"[0-9a-f]{64}")
 

@@ -5,7 +5,6 @@ It counts and judges. Making room among states (tightening, evicting) is the kee
 bytes between slots and states is `balance.Balance`'s.
 """
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -13,6 +12,7 @@ from typing import Protocol
 
 from .plan import MemoryPlan
 from .state.buffers import Meter
+from .weight_memory import return_freed_memory as return_freed_memory  # others take it from here
 
 
 class Lender(Protocol):
@@ -66,10 +66,3 @@ class MemoryBudget:
             return False
         due = self.states_bytes + size_bytes <= self.home.states_bytes
         return self.lender.lend(missing, inf if due else worth)
-
-
-def return_freed_memory() -> None:
-    """Ask malloc to give its free pages back to the system; a no-op where it cannot."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -135,7 +135,7 @@ class SafetensorsFolder(WeightSource):
             if quantised is not None:
                 yield quantised.dequantise(self._tensor, some)
             else:
-                yield picked(self._floats(stored.tensor).view(-1, width), some).clone()
+                yield picked(self._floats(stored.tensor).view(-1, width), some)
 
     def _dequantise(self, quantised: QuantisedTensor, stored: Stored) -> torch.Tensor:
         rows = stored.rows()

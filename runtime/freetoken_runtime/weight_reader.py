@@ -3,7 +3,7 @@
 that beside the result only a slice of a matrix is in memory, however large it is."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,12 +14,14 @@ from .kernels.int8_linear import cpu as int8
 from .kernels.int8_linear.cpu import PackedInt8
 from .kernels.integers import (
     Int4Values,
+    Int8Values,
     int4_from_groups,
     quantise_int4,
     quantise_int8,
     stack_int4,
 )
 from .losses import Losses
+from .weight_memory import WeightMemory
 from .weight_source import SLICE_ELEMENTS, WeightSource
 
 
@@ -31,6 +33,7 @@ class WeightReader:
     source: WeightSource
     losses: Losses
     group: int
+    memory: WeightMemory = field(default_factory=WeightMemory)  # of whole matrices
 
     def read(self, name: str) -> torch.Tensor:
         """A parameter in fp32, bf16 or fp16."""
@@ -44,7 +47,7 @@ class WeightReader:
 
     def dense(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Matrices stacked along their outputs."""
-        weight = torch.empty(self._shape(names), dtype=dtype)
+        weight = self.memory.zeros(*self._shape(names), dtype=dtype)
         start = 0
         for name, exact in self.rows(names):
             held = weight[start : start + len(exact)].copy_(exact)
@@ -56,12 +59,12 @@ class WeightReader:
 
     def int8(self, names: Sequence[str]) -> PackedInt8:
         outputs, inputs = self._shape(names)
-        values = torch.empty(outputs, inputs + -inputs % int8.MULTIPLE, dtype=torch.int8)
-        scales = torch.empty(outputs, dtype=torch.bfloat16)
+        values = self.memory.zeros(outputs, inputs + -inputs % int8.MULTIPLE, dtype=torch.int8)
+        scales = self.memory.zeros(outputs, dtype=torch.bfloat16)
         start = 0
-        for part in self.int8_parts(names):
+        for part in self._int8_values(names):
             rows = slice(start, start + len(part.values))
-            values[rows], scales[rows] = part.values, part.scales
+            values[rows, :inputs], scales[rows] = part.values, part.scales
             start = rows.stop
         assert start == outputs, (names, start)
         return PackedInt8(values, scales, inputs)
@@ -69,8 +72,8 @@ class WeightReader:
     def int4(self, names: Sequence[str]) -> PackedInt4:
         outputs, inputs = self._shape(names)
         padded, blocks = inputs + -inputs % self.group, outputs + -outputs % int4.BLOCK
-        packed = torch.empty(blocks, padded // 2, dtype=torch.uint8)
-        scales_zeros = torch.empty(padded // self.group, blocks, 2, dtype=torch.bfloat16)
+        packed = self.memory.zeros(blocks, padded // 2, dtype=torch.uint8)
+        scales_zeros = self.memory.zeros(padded // self.group, blocks, 2, dtype=torch.bfloat16)
         start = 0
         for part in self.int4_parts(names):
             rows = slice(start, start + len(part.packed))
@@ -81,13 +84,16 @@ class WeightReader:
 
     def int8_parts(self, names: Sequence[str]) -> Iterator[PackedInt8]:
         """Matrices stacked along their outputs, in parts of some rows."""
-        for name, rows in self.rows(names):
-            yield int8.pack(self.losses.add(name, rows, quantise_int8(rows)))
+        return map(int8.pack, self._int8_values(names))
 
     def int4_parts(self, names: Sequence[str]) -> Iterator[PackedInt4]:
         """The same, in parts of whole blocks but for the last one."""
         for values in _in_blocks(self._int4_values(names)):
             yield int4.pack(values)
+
+    def _int8_values(self, names: Sequence[str]) -> Iterator[Int8Values]:
+        for name, rows in self.rows(names):
+            yield self.losses.add(name, rows, quantise_int8(rows))
 
     def _int4_values(self, names: Sequence[str]) -> Iterator[Int4Values]:
         for name in names:

@@ -203,7 +203,8 @@ class WeightSource(ABC):
         return whole.reshape(self._shapes[name])
 
     def read_slices(self, name: str) -> Iterator[torch.Tensor]:
-        """The rows of a matrix as `read` returns them, some at a time."""
+        """The rows of a matrix as `read` returns them, some at a time, but perhaps in the memory of
+        the files: not to be written to."""
         self._take(name)
         for piece in self._pieces[name]:
             yield from self._read_slices(name, piece)

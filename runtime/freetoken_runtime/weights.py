@@ -123,8 +123,8 @@ def load(
     """Load a model from a path or an opened source. Every parameter is read exactly once. `dtype`
     is that of matrices which are not quantised; norms, biases and activations between layers are
     fp32. `hash_cache`: see `content_hash`; `offload`, `expert_slots` (None: those of one row): see
-    `EngineConfig`. Freed loading buffers stay with malloc until `memory.return_freed_memory`
-    (SmolLM2: 30 to 90 MiB). UnsupportedQuantization, and the errors of `open_source`."""
+    `EngineConfig`. Some freed buffers of a slice stay with malloc until
+    `weight_memory.return_freed_memory`. UnsupportedQuantization, and the errors of `open_source`."""
     _check_choice("dtype", dtype, get_args(Dtype))
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))
@@ -259,10 +259,12 @@ class Builder:
         return RmsNorm(weight + offset if offset else weight, spec.norm_eps if eps is None else eps)
 
     def tensor(self, name: str) -> torch.Tensor:
+        if len(self._source.shape(name)) == 2:
+            return self._dense(name, torch.float32)
         return self.read(name).float()
 
     def table(self, name: str) -> TableEmbedding:
-        table = self.read(name)
+        table = self._dense(name, self._source.dtype(name))
         self.formats[name] = str(table.dtype).removeprefix("torch.")
         return TableEmbedding(table)
 
@@ -322,6 +324,13 @@ class Builder:
         if quant == "int4":
             return self.reader.int4(names)
         return self.reader.dense(names, self._dtype)
+
+    def _dense(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        weight = self._source.read_matrix([name], None)
+        if weight is None:
+            return self.reader.dense([name], dtype)
+        assert isinstance(weight, torch.Tensor)
+        return weight.to(dtype)
 
     def _bias(self, names: list[str]) -> torch.Tensor | None:
         biases = [f"{name}.bias" for name in names]

@@ -35,32 +35,33 @@ class Int4Values:
 
 def quantise_int8(weight: torch.Tensor) -> Int8Values:
     """Symmetric, one scale per output row, nearest. weight [N, K], finite."""
-    parts = [_int8_slice(rows.float()) for rows in _slices(weight)]
-    return stack_int8(parts)
+    return stack_int8([_int8_slice(rows) for rows in _slices(weight)])
 
 
 def _int8_slice(weight: torch.Tensor) -> Int8Values:
-    scales = (weight.abs().amax(1) / 127).bfloat16()
+    steps = weight.to(torch.float32, copy=True)
+    largest = torch.maximum(steps.amax(1).abs(), steps.amin(1).abs())
+    scales = (largest / 127).bfloat16()
     divisors = torch.where(scales > 0, scales, 1.0).float()
-    values = (weight / divisors[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    values = steps.div_(divisors[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return Int8Values(values, scales)
 
 
 def quantise_int4(weight: torch.Tensor, size: int) -> Int4Values:
     """Asymmetric, one scale and zero per `size` weights of a row, nearest. weight [N, K], finite.
     A last group that K does not fill is padded with zeros."""
-    return stack_int4([_int4_slice(rows.float(), size) for rows in _slices(weight)])
+    return stack_int4([_int4_slice(rows, size) for rows in _slices(weight)])
 
 
 def _int4_slice(weight: torch.Tensor, size: int) -> Int4Values:
     outputs, inputs = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -inputs % size))
-    grouped = padded.view(outputs, -1, size)
-    low, high = grouped.amin(-1), grouped.amax(-1)
+    steps = torch.zeros(outputs, -(-inputs // size), size)
+    steps.view(outputs, -1)[:, :inputs] = weight
+    low, high = steps.amin(-1), steps.amax(-1)
     scales = ((high - low) / 15).bfloat16()
     zeros = (low + 8 * scales.float()).bfloat16()
     divisors = torch.where(scales > 0, scales, 1.0).float()
-    steps = (grouped - zeros.float()[..., None]) / divisors[..., None]
+    steps.sub_(zeros.float()[..., None]).div_(divisors[..., None])
     values = steps.round_().add_(8).clamp_(0, 15).to(torch.uint8)
     return Int4Values(values.view(outputs, -1), scales, zeros, size, inputs)
 
@@ -81,6 +82,8 @@ def int4_from_groups(
 
 def stack_int8(parts: list[Int8Values]) -> Int8Values:
     """Matrices with equal K, stacked along their outputs."""
+    if len(parts) == 1:
+        return parts[0]
     return Int8Values(
         torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
     )
@@ -89,6 +92,8 @@ def stack_int8(parts: list[Int8Values]) -> Int8Values:
 def stack_int4(parts: list[Int4Values]) -> Int4Values:
     """Matrices with equal K and group size, stacked along their outputs."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     assert all((part.size, part.inputs) == (first.size, first.inputs) for part in parts)
     return Int4Values(
         torch.cat([part.values for part in parts]),
