@@ -27,6 +27,7 @@ from freetoken_runtime.kernels.integers import (
 from freetoken_runtime.layers.linear import PARTS, DenseLinear, IntegerLinear, Linear
 from freetoken_runtime.layers.moe import Moe, build
 from freetoken_runtime.layers.norm import RmsNorm
+from freetoken_runtime.layers.rows import Rows
 from freetoken_runtime.specs.mlp import MlpSpec
 from freetoken_runtime.specs.moe import (
     ClampedGlu,
@@ -368,6 +369,17 @@ def test_rows_are_grouped_by_expert() -> None:
         expected.setdefault(expert, []).append(pair)
     ours = {expert: pairs.tolist() for expert, pairs in group_by_expert(chosen).items()}
     assert ours == expected and list(ours) == sorted(ours)
+
+
+def test_what_a_kernel_rounds_is_rounded_once_for_all_experts() -> None:
+    """Oracle: torch's own rounding of the rows that were picked; the same memory each time."""
+    x = torch.randn(6, 32)
+    rows, numbers = Rows(x), torch.tensor([4, 1])
+    whole = rows.pick(None).rounded(torch.bfloat16)
+    assert torch.equal(whole, x.bfloat16())
+    assert rows.pick(None).rounded(torch.bfloat16) is whole
+    assert torch.equal(rows.pick(numbers).rounded(torch.bfloat16), x[numbers].bfloat16())
+    assert rows.pick(None).plain() is x and torch.equal(rows.pick(numbers).plain(), x[numbers])
 
 
 def test_an_observer_sees_the_margins_of_every_row() -> None:
