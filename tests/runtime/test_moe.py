@@ -336,6 +336,7 @@ def test_results_are_summed_in_the_order_of_the_slots(rows: int) -> None:
     """Oracle: the sum written out, bit for bit, in an order that differs from the experts'."""
     x = torch.randn(rows, 5)
     chosen = torch.stack([torch.randperm(7)[:4] for _ in range(rows)])
+    chosen[0] = torch.tensor([2, 5, 0, 3])  # neither ascending nor, as they are served, descending
     weights = torch.rand(rows, 4)
     calls: list[int] = []
     released: list[int] = []
