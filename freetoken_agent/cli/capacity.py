@@ -31,6 +31,7 @@ from freetoken_runtime.prospects import (
     probed_expert,
     prospect,
 )
+from freetoken_runtime.spec import ModelSpec
 from freetoken_runtime.specs.moe import ExpertSpec
 from freetoken_runtime.weight_source import WeightSource
 from freetoken_runtime.weights import open_source, usable_quant
@@ -75,9 +76,9 @@ class ModelCapacity:
     advice: str
 
 
-def this_machine(ram_bytes: int | None = None) -> ResolvedConfig:
-    """The settings of an engine where nothing else is asked."""
-    return resolve(EngineConfig(ram_budget_bytes=ram_bytes), read_host())
+def this_machine(ram_bytes: int | None = None, spec: ModelSpec | None = None) -> ResolvedConfig:
+    """The settings of an engine, for a model if there is one, where nothing else is asked."""
+    return resolve(EngineConfig(ram_budget_bytes=ram_bytes), read_host(), spec)
 
 
 def measure(config: ResolvedConfig, source: WeightSource | None) -> Capacity:
@@ -111,7 +112,7 @@ def model_capacity(
 ) -> ModelCapacity:
     """What an engine would do with a model, without loading it. The errors of opening it."""
     source = open_source(path)
-    config = this_machine(ram_bytes)
+    config = this_machine(ram_bytes, source.spec)
     config = replace(config, quant=usable_quant(source, quant))
     speeds = measure(config, source)
     level, spec = usual_level(source, config), source.spec

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # oneDNN, and torch in front of it, keep a compiled GEMM for each number of rows they have met,
 # 1,024 of them and half a MB each: a mixture's groups of rows fill that, and no budget counts it.
-# Long passes of one model use up to 200, few of them large. Both are read at the first GEMM.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+# Long passes of one model need about 100. Both settings are read at the first GEMM.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 
 __all__ = [

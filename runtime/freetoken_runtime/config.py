@@ -13,6 +13,8 @@ from typing import Literal
 
 from .errors import InvalidConfig
 from .reports import Offload
+from .spec import ModelSpec
+from .specs.moe import MoeSpec
 
 DType = Literal["auto", "float32", "bfloat16"]
 Quant = Literal["int8", "int4"]
@@ -23,6 +25,8 @@ _PREFILLS: Mapping[Quant | None, tuple[Prefill, ...]] = {
     "int8": ("exact", "int16", "int8"),
     "int4": ("exact", "bfloat16"),
 }
+CHUNK, SPARSE_CHUNK = 512, 1024
+SPARSE = 8  # a mixture is, from so many experts on for each that a row takes
 MAX_THREADS = 256
 MAX_CHUNK = 8192
 MAX_BATCH = 256
@@ -42,7 +46,8 @@ class EngineConfig:
                       keeps fp32; faster on CPUs with instructions for it, lossy, and without a
                       stored state in common with others are "int16" and "int8" for quant="int8",
                       "bfloat16" for quant="int4"
-    prefill_chunk     rows of one prompt that are forwarded in one pass
+    prefill_chunk     rows of one prompt that are forwarded in one pass; None is 512, and 1,024 for
+                      a mixture whose rows take an eighth of its experts or fewer
     max_batch         sequences that decode in one pass
     anchor_interval   tokens between the interior anchors of layers that cannot be sliced
     offload           where experts lie that have no slot: "ram" holds them in the dtype of the
@@ -60,7 +65,7 @@ class EngineConfig:
     threads: int | None = None
     ram_budget_bytes: int | None = None
     prefill: Prefill = "exact"
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     max_batch: int = 8
     anchor_interval: int = 1024
     hash_cache: Path | None = None
@@ -75,7 +80,8 @@ class EngineConfig:
             _within("threads", self.threads, 1, MAX_THREADS)
         if self.ram_budget_bytes is not None:
             _within("ram_budget_bytes", self.ram_budget_bytes, 1, 1 << 50)
-        _within("prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)
+        if self.prefill_chunk is not None:
+            _within("prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)
         _within("max_batch", self.max_batch, 1, MAX_BATCH)
         _within("anchor_interval", self.anchor_interval, 1, 1 << 30)
         _one_of("offload", self.offload, (None, "none", "ram", "disk"))
@@ -121,22 +127,31 @@ class ResolvedConfig:
         return (f"prefill is lossy: activations between integer weights are {self.prefill}",)
 
 
-def resolve(config: EngineConfig, host: Host) -> ResolvedConfig:
+def resolve(config: EngineConfig, host: Host, spec: ModelSpec | None = None) -> ResolvedConfig:
     """Answer what the config left open: float32 (the fastest prefill on CPUs without matrix units,
-    and exact), the threads of OMP_NUM_THREADS or one per core, three quarters of the memory."""
+    and exact), the threads of OMP_NUM_THREADS or one per core, three quarters of the memory, and
+    the chunk that suits the model, if there is one."""
     return ResolvedConfig(
         dtype="float32" if config.dtype == "auto" else config.dtype,
         quant=config.quant,
         threads=config.threads or host.threads or host.cores,
         ram_budget_bytes=config.ram_budget_bytes or host.memory_bytes * 3 // 4,
         prefill=config.prefill,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=config.prefill_chunk or usual_chunk(spec),
         max_batch=config.max_batch,
         anchor_interval=config.anchor_interval,
         hash_cache=config.hash_cache,
         offload=config.offload,
         expert_slots=config.expert_slots,
     )
+
+
+def usual_chunk(spec: ModelSpec | None) -> int:
+    """Rows of one pass (docs/decisions/0089-chunks-of-512.md)."""
+    mixtures = [] if spec is None else [layer.feed_forward for layer in spec.layers]
+    routers = [mixture.router for mixture in mixtures if isinstance(mixture, MoeSpec)]
+    sparse = any(router.num_experts >= SPARSE * router.top_k for router in routers)
+    return SPARSE_CHUNK if sparse else CHUNK
 
 
 def read_host(environment: Mapping[str, str] | None = None) -> Host:

@@ -116,8 +116,8 @@ class Engine:
         """Load a Hugging Face folder or a .gguf file. `snapshots`: where states are kept beyond
         RAM, see `attach`. ModelNotFound, UnsupportedArchitecture, UnsupportedConfig, WeightsError,
         BudgetTooSmall."""
-        resolved = resolve(config, read_host())
         source = apart(lambda: open_source(path))
+        resolved = resolve(config, read_host(), source.spec)
         rows = reserve_rows(source.spec, resolved.ram_budget_bytes)
         reserve = Reserve(rows, source.spec.bytes_per_token()) if rows else None
         model = apart(

@@ -123,8 +123,8 @@ def load(
     """Load a model from a path or an opened source. Every parameter is read exactly once. `dtype`
     is that of matrices which are not quantised; norms, biases and activations between layers are
     fp32. `hash_cache`: see `content_hash`; `offload`, `expert_slots` (None: those of one row): see
-    `EngineConfig`. Some freed buffers of a slice stay with malloc until
-    `weight_memory.return_freed_memory`. UnsupportedQuantization, and the errors of `open_source`."""
+    `EngineConfig`. Some freed buffers of slices stay with malloc until
+    `weight_memory.return_freed_memory`. UnsupportedQuantization; errors of `open_source`."""
     _check_choice("dtype", dtype, get_args(Dtype))
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))

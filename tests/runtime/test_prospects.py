@@ -257,7 +257,7 @@ def test_the_worked_example_of_the_page_on_offloading() -> None:
     spec = replace(shapes(48, 128), vocab_size=151_936)
     for budget, slots, tokens, even, told in rows:
         asked = EngineConfig(ram_budget_bytes=int(budget) << 30, quant="int4", threads=2)
-        settings = resolve(asked, Host(cores=2, memory_bytes=32 << 30, threads=None))
+        settings = resolve(asked, Host(cores=2, memory_bytes=32 << 30, threads=None), spec)
         found = prospect(spec, settings, "disk", Speeds(30e9, 3.2e9, 320e9), (0.6, 0.9))
         assert found.plan is not None and found.slots == int(slots.replace(",", ""))
         held = found.plan.states_bytes // found.plan.token_bytes

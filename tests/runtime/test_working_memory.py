@@ -6,6 +6,7 @@ import random
 import threading
 
 import torch
+
 from freetoken_runtime.kernels.working_memory import SMALLEST_BYTES, WorkingMemory
 
 ROWS = SMALLEST_BYTES // 1024  # of 256 numbers in fp32: the smallest matrix that is kept

@@ -76,7 +76,7 @@ class ExpertsSettings:
     rounds: int = 3
     forms: Sequence[tuple[Quant, Prefill]] = FORMS
     threads: int | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
 
     @property
     def tasks(self) -> tuple[str, ...]:

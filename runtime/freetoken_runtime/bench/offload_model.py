@@ -174,6 +174,6 @@ def staged(path: Path, quant: Quant | None, trace: Trace, config: EngineConfig) 
     model, tape = open_model(path, quant), Tape(trace)
     play(model, tape)
     config = replace(config, expert_slots=trace.shape.slots(1.0))
-    resolved = resolve(config, read_host())
+    resolved = resolve(config, read_host(), model.spec)
     with Engine(model, resolved) as engine:
         yield Stage(model, engine, tape, resolved.threads)

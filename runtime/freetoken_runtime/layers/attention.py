@@ -74,7 +74,8 @@ class Attention:
             if rope is None:
                 out.copy_(normed)
             else:
-                rotate(normed, *(table[rows] for table in rope), out=out)
+                cos, sin = rope
+                rotate(normed, cos[rows], sin[rows], out=out)
         return placed
 
     def _normed(self, qk: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ..kernels.experts.cpu import clamped_glu, pad_rows
 from ..specs.moe import ClampedGlu, ExpertSpec
 from .linear import PARTS, Linear
 from .mlp import Activate, activation
-from .rows import PickedRows
+from .rows import PickedRows, Rows
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,11 @@ class Expert:
         if form is Form.FEW and self.up.few_rows_batch and self.down.few_rows_batch:
             outer = self.up.few(rows.rounded(self.up.few_dtype))
             return self.down.few(self.activate(outer.float()))
-        inner = self.activate(self._outer(rows, form).float())
+        if form in PARTS and self.up.has_integer_forms and self.down.has_integer_forms:
+            inner = self.activate(self.up.many_integers(rows, PARTS[form]))
+            return self.down.many_integers(Rows(inner).pick(None), PARTS[form])
+        inner = self.activate(self.up.apply(form, pad_rows(rows.plain())).float())
         return self.down.apply(form, pad_rows(inner))[: len(rows)]
-
-    def _outer(self, rows: PickedRows, form: Form) -> torch.Tensor:
-        """What `up` makes of the rows, and of those they may be padded with."""
-        if form in PARTS and self.up.has_integer_forms:
-            return self.up.many_integers(rows, PARTS[form])
-        return self.up.apply(form, pad_rows(rows.plain()))
 
     @property
     def size_bytes(self) -> int:

@@ -24,7 +24,7 @@ from ..working_memory import empty
 _BLOCK, _MAX_BLOCK = 64, 512  # queries that share a mask: no fewer, no more
 _ROWS = 4  # products with fewer rows depend on the number of threads
 _GEMM_ROWS = 512  # of one GEMM: the queries of a group's heads; with
-_KEYS = 2048  # these keys, 4 MiB of scores
+_KEYS = 1024  # these keys, 2 MiB of scores
 _KEYS_STEP, _QUERIES_STEP = 64, 16  # oneDNN compiles a kernel for each number of them
 _SQUARE_ROWS, _SQUARE_QUERIES = 1024, 512  # a causal square from either on: half of it is masked
 _MAX_QUERIES = 256
@@ -85,7 +85,7 @@ def _attend_many(
     group = heads // kv_heads
     out, lse = empty(queries, kv_heads, group, dim), q.new_empty(queries, kv_heads, group)
     block = _block(queries, group)
-    scaled = _filled((q * scale).view(queries, kv_heads, group, dim), _QUERIES_STEP)
+    scaled = _filled(q.view(queries, kv_heads, group, dim), _QUERIES_STEP).mul_(scale)
     for head in range(kv_heads):
         keys, values = (_filled(piece[:, head], _KEYS_STEP) for piece in (k, v))
         for start in range(0, queries, block):

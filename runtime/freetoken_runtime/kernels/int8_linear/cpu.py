@@ -16,6 +16,7 @@ from ..working_memory import empty
 
 MULTIPLE = 16
 _SUMS = 4 << 20  # int32 sums that are in memory at once
+_CACHED = 128 << 10  # numbers of the rows that are quantised at once: they stay in the cache
 _op = torch.ops.aten._weight_int8pack_mm.default
 
 
@@ -67,21 +68,31 @@ class IntegerRows:
 def quantise_rows(x: torch.Tensor, parts: int) -> IntegerRows:
     """x [n, K] fp32, rounded to the 127th part of its row's largest number, or with two parts to
     the 16,256th; each row by itself, so that none depends on another."""
-    scales = x.abs().amax(1, keepdim=True).div_(127.0 * 128.0 ** (parts - 1))
+    values, scales = empty(parts, *x.shape, dtype=torch.int8), torch.empty(len(x), 1)
+    step = max(1, _CACHED // x.shape[1])
+    for rows in (slice(start, start + step) for start in range(0, len(x), step)):
+        _quantise(x[rows], values[:, rows], scales[rows])
+    return IntegerRows(values, scales)
+
+
+def _quantise(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """Rows [n, K] into values [parts, n, K] and scales [n, 1]."""
+    parts = len(values)
+    scales.copy_(x.abs().amax(1, keepdim=True)).div_(127.0 * 128.0 ** (parts - 1))
     steps = (x / torch.where(scales == 0, 1.0, scales)).round_()
-    values = torch.empty(parts, *x.shape, dtype=torch.int8)
     if parts == 2:
         high = (steps / 128.0).round_()
         values[0] = high
         steps.sub_(high, alpha=128.0)
     values[-1] = steps
-    return IntegerRows(values, scales)
 
 
 def many_integers(x: IntegerRows, weight: PackedInt8) -> torch.Tensor:
     """-> [n, N] fp32. Sums of products are exact: only x is rounded."""
     parts, count, inputs = x.values.shape
-    values = pad(x.values, (0, weight.values.shape[1] - inputs)).view(parts * count, -1)
+    missing = weight.values.shape[1] - inputs
+    values = pad(x.values, (0, missing)) if missing else x.values
+    values = values.view(parts * count, -1)
     out, scales = empty(count, len(weight.values)), weight.scales.float()
     step = max(64, _SUMS // (parts * count) // 64 * 64)
     for start in range(0, len(weight.values), step):
