@@ -27,6 +27,8 @@ from .parts import Parts
 from .routing import Routes, margins, route
 from .rows import Rows
 
+_ROWS = 256
+
 Observer = Callable[[torch.Tensor], None]
 
 
@@ -53,7 +55,8 @@ class Router:
     def _logits(self, rows: torch.Tensor, form: Form) -> torch.Tensor:
         if form is Form.FEW and self.linear.few_rows_batch:
             return self.linear.few(rows)
-        return self.linear.many(pad_rows(rows))[: len(rows)]
+        parts = torch.split(rows, _ROWS)  # padded by themselves: little is copied for it
+        return torch.cat([self.linear.many(pad_rows(part))[: len(part)] for part in parts])
 
     def likely(self, x: torch.Tensor) -> list[int]:
         """The experts that rows like x [T, H] choose, the likeliest first."""

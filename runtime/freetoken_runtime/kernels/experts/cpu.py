@@ -23,6 +23,7 @@ from ..activations import sigmoid
 from ..working_memory import empty
 from .workers import Job, Workers
 
+_SUMMED_ROWS = 64  # so many stay in the cache while slots are added
 _STEPS = 8  # numbers of rows that are padded to in steps of one size
 PADDED_ROWS = 16  # a GEMM with at least so many rows gives a row the same bits whatever the others
 
@@ -81,6 +82,16 @@ def mix(
     else:
         of_slots = _of_rows(width, chosen, serve, ends, workers)
     shares = weights[:, :, None].unbind(1)
+    if len(chosen) <= _SUMMED_ROWS:
+        return _summed(of_slots, shares)
+    out = empty(len(chosen), width)
+    for start in range(0, len(chosen), _SUMMED_ROWS):
+        rows = slice(start, start + _SUMMED_ROWS)
+        out[rows] = _summed([x[rows] for x in of_slots], [share[rows] for share in shares])
+    return out
+
+
+def _summed(of_slots: Sequence[torch.Tensor], shares: Sequence[torch.Tensor]) -> torch.Tensor:
     mixed = of_slots[0] * shares[0]
     for of_slot, share in zip(of_slots[1:], shares[1:], strict=True):
         mixed.addcmul_(of_slot, share)

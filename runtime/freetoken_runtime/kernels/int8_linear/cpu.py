@@ -100,9 +100,10 @@ def many_integers(x: IntegerRows, weight: PackedInt8) -> torch.Tensor:
         of_outputs = weight.values[outputs]
         sums = empty(parts * count, len(of_outputs), dtype=torch.int32)
         torch._int_mm(values, of_outputs.t(), out=sums)
-        part = out[:, outputs].copy_(sums[:count])
+        part = out[:, outputs].copy_(sums[-count:])
         if parts == 2:
-            part.mul_(128.0).add_(sums[count:])
+            high = empty(count, len(of_outputs)).copy_(sums[:count])
+            part.add_(high, alpha=128.0)
         part.mul_(x.scales).mul_(scales[outputs])
     return out
 
