@@ -118,7 +118,7 @@ def test_a_tape_begins_again_behind_its_end() -> None:
     assert list(tape.played(2, 4).accesses()) == [(0, 5), (0, 6), (0, 1), (0, 2)]
 
 
-def test_probes_count_the_bytes_that_they_read(folder: Path) -> None:
+def test_probes_count_the_bytes_that_they_read(folder: Path, stage: Stage) -> None:
     """Oracles: the sizes of records; the system's own count of what came from the disk."""
     prepared = PreparedExperts(prepare(folder, small(), "int4", lambda share: None))
     assert len(prepared.names) == LAYERS * EXPERTS
@@ -128,9 +128,9 @@ def test_probes_count_the_bytes_that_they_read(folder: Path) -> None:
         assert disk.turn(50).amount == 50 * prepared.room
         blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before
         assert reader.buffered or blocks * 512 >= 50 * prepared.room
-        with KernelProbe(prepared, reader, 2) as kernel:
-            assert kernel.expert_bytes == prepared.form.layout.size_bytes
-            assert kernel.turn().amount == LAYERS * EXPERTS * kernel.expert_bytes
+        kernel = KernelProbe(prepared, reader, stage)
+        assert kernel.expert_bytes == prepared.form.layout.size_bytes
+        assert kernel.turn().amount == LAYERS * EXPERTS * kernel.expert_bytes
 
 
 def test_decoding_is_reported_for_every_number_of_slots(folder: Path) -> None:

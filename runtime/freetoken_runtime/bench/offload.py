@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from ..config import EngineConfig
+from ..contention import apart, compute_alone
 from ..experts.supply import FETCH_THREADS
 from ..experts.traces import best_hit_rate, calibrated
 from ..spec import ModelSpec
@@ -79,18 +80,21 @@ def measure(
         if on_turn is not None:
             on_turn(before + number, total)
 
-    path = prepare(folder, spec, "int4", lambda share: done(0, int(_PREPARING_TURNS * share)))
+    path = apart(
+        lambda: prepare(folder, spec, "int4", lambda share: done(0, int(_PREPARING_TURNS * share)))
+    )
+    compute_alone()  # from here on the engine alone has a team
     trace = calibrated(trace_shape(spec), TRACE_STEPS, seed=1)
     with staged(path, "int4", trace, EngineConfig(threads=settings.threads)) as stage:
         experts, reader = PreparedExperts(path), stage.store.disk.reader()
-        with KernelProbe(experts, reader, stage.threads) as kernel:
-            bench = _Bench(stage, kernel, DiskProbe(experts, reader, FETCH_THREADS))
-            shares = []
-            for place, share in enumerate(SHARES):
-                so_far = partial(done, _PREPARING_TURNS + place * turns)
-                shares.append(bench.decode(settings, share, so_far))
-            decoding = [figure for share in reversed(shares) for figure in bench.figures(share)]
-            return [*bench.rates(shares), *decoding, bench.short_prompt()]
+        kernel = KernelProbe(experts, reader, stage)
+        bench = _Bench(stage, kernel, DiskProbe(experts, reader, FETCH_THREADS))
+        shares = []
+        for place, share in enumerate(SHARES):
+            so_far = partial(done, _PREPARING_TURNS + place * turns)
+            shares.append(bench.decode(settings, share, so_far))
+        decoding = [figure for share in reversed(shares) for figure in bench.figures(share)]
+        return [*bench.rates(shares), *decoding, bench.short_prompt()]
 
 
 class _Bench:
@@ -170,7 +174,7 @@ class _Bench:
 
     def rates(self, shares: Sequence[Share]) -> list[Figure]:
         size = f"experts of {self._kernel.expert_bytes / (1 << 20):.1f} MiB"
-        kernel = f"one row, cold {size}, {self._stage.threads} threads"
+        kernel = f"one row, cold {size}, a team of {self._stage.threads} threads"
         disk = f"{size}, {self._disk.pending} at a time, up to {self._disk.depth} requests"
         ram_rate = median(rate for share in shares for rate in share.ram_rates)
         disk_rate = median(rate for share in shares for rate in share.disk_rates)

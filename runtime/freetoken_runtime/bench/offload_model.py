@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ NUM_EXPERTS = 128
 TOP_K = 8
 MANY_ROWS = 1 << 14  # of a pass that wants every expert
 
+T = TypeVar("T")
 OnShare = Callable[[float], None]  # how much of something is done, 0 to 1
 
 
@@ -157,6 +159,19 @@ class Stage:
             for served in LayerExperts(self.store, layer).serve(wanted, MANY_ROWS):
                 served.release()
         return time.perf_counter() - started
+
+    def in_engine(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done by the engine's thread with all of its team."""
+
+        def with_team() -> T:
+            before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+            try:
+                return work()
+            finally:
+                torch.set_num_threads(before)
+
+        return self.engine._owner.call(with_team)
 
     def run(self, ids: Sequence[int], num_tokens: int = 1) -> float:
         """Seconds of a request that nothing is known of."""

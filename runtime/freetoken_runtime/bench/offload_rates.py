@@ -6,21 +6,19 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 import torch
 
 from freetoken_storage.weights_direct import Buffers, DirectReader, Pending
 
-from ..contention import compute_alone
 from ..experts.choice import own_form
 from ..experts.records import ExpertForm
 from ..ftw_weights import FtwFolder
 from ..layers.expert import Expert
 from ..specs.moe import MoeSpec
 from ..weights import INT4_GROUP
+from .offload_model import Stage
 from .timing import Turn
 
 _COLD_BYTES = 256 << 20  # more than any cache of the machines meant here
@@ -47,10 +45,10 @@ class PreparedExperts:
 
 
 class KernelProbe:
-    """The one-row kernel on experts that take turns, so that each comes from memory. A context
-    manager: it has `threads` threads with one compute thread each, and no team."""
+    """The one-row kernel on experts that take turns, so that each comes from memory, with the
+    engine's own team: threads with a part of the experts each read a third less."""
 
-    def __init__(self, prepared: PreparedExperts, reader: DirectReader, threads: int) -> None:
+    def __init__(self, prepared: PreparedExperts, reader: DirectReader, stage: Stage) -> None:
         self.expert_bytes = prepared.form.layout.size_bytes
         count = min(len(prepared.names), -(-_COLD_BYTES // self.expert_bytes))
         self._experts: list[Expert] = []
@@ -59,21 +57,12 @@ class KernelProbe:
             memory = buffers.take()
             prepared.file.read(name, reader, memory)
             self._experts.append(prepared.form.expert(memory))
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, initializer=compute_alone)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+        self._stage = stage
 
     def turn(self) -> Turn:
         """Each expert's matrices meet one row; counts bytes."""
-        shares = [self._experts[start :: self._threads] for start in range(self._threads)]
-        started = time.perf_counter()
-        list(self._pool.map(_one_row, shares))
-        return Turn(time.perf_counter() - started, self.expert_bytes * len(self._experts))
+        seconds = self._stage.in_engine(lambda: _one_row(self._experts))
+        return Turn(seconds, self.expert_bytes * len(self._experts))
 
 
 class DiskProbe:
@@ -108,9 +97,11 @@ class DiskProbe:
 
 
 @torch.inference_mode()
-def _one_row(experts: Sequence[Expert]) -> None:
+def _one_row(experts: Sequence[Expert]) -> float:
     row = torch.zeros(1, experts[0].up.inputs)
     inner = torch.zeros(1, experts[0].down.inputs)
+    started = time.perf_counter()
     for expert in experts:
         expert.up.few(row)
         expert.down.few(inner)
+    return time.perf_counter() - started
