@@ -69,12 +69,11 @@ class Engine:
         # Everything that decides a state; see `digest`.
         parts = {**model.fingerprint_parts(), **config.fingerprint_parts()}
         self.fingerprint: Fingerprint = fingerprint({**parts, "kv_dtype": "float32"})
-        pool = Pool(StateLayout.of(spec.states(), torch.float32), poison=poison)
+        self._pool = pool = Pool(StateLayout.of(spec.states(), torch.float32), poison=poison)
         plan = model.plan(config)
         model.experts.resize(plan.slots, poison=poison)
         self._budget = MemoryBudget(plan, pool.meter)
         self._index = PrefixIndex()
-        self._pool = pool
         self._history = History()
         self._lookup = Lookup(self.fingerprint.digest, self._index, self._history)
         self._spaces = Spaces(pool)
@@ -342,6 +341,7 @@ class Engine:
             self._owner.close()
         self._model.experts.close()
         self._model.decoder.workers.close()
+        return_freed_memory()
 
     def __enter__(self) -> Self:
         return self

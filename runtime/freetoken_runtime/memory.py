@@ -10,9 +10,10 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
+from .kernels import working_memory
 from .plan import MemoryPlan
 from .state.buffers import Meter
-from .weight_memory import return_freed_memory as return_freed_memory  # others take it from here
+from .weight_memory import trim_malloc
 
 
 class Lender(Protocol):
@@ -66,3 +67,9 @@ class MemoryBudget:
             return False
         due = self.states_bytes + size_bytes <= self.home.states_bytes
         return self.lender.lend(missing, inf if due else worth)
+
+
+def return_freed_memory() -> None:
+    """To the system: what passes and malloc hold and nobody uses."""
+    working_memory.release()
+    trim_malloc()

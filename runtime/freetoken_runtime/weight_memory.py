@@ -46,13 +46,13 @@ class WeightMemory:
     def _map(self, size_bytes: int) -> memoryview:
         self._mapped += size_bytes
         if self._mapped >= MAPPING_BYTES:
-            return_freed_memory()
+            trim_malloc()
             self._mapped = 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         return memoryview(mmap.mmap(-1, size_bytes, flags=flags))
 
 
-def return_freed_memory() -> None:
+def trim_malloc() -> None:
     """Ask malloc to give its free pages back to the system; a no-op where it cannot."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -124,7 +124,7 @@ def load(
     is that of matrices which are not quantised; norms, biases and activations between layers are
     fp32. `hash_cache`: see `content_hash`; `offload`, `expert_slots` (None: those of one row): see
     `EngineConfig`. Some freed buffers of slices stay with malloc until
-    `weight_memory.return_freed_memory`. UnsupportedQuantization; errors of `open_source`."""
+    `memory.return_freed_memory`. UnsupportedQuantization; errors of `open_source`."""
     _check_choice("dtype", dtype, get_args(Dtype))
     if quant is not None:
         _check_choice("quant", quant, get_args(Quant))

@@ -17,7 +17,7 @@ from freetoken_runtime.experts.slots import Slot
 from freetoken_runtime.experts.store import ExpertStore
 from freetoken_runtime.experts.tiers import Tier
 from freetoken_runtime.family_configs import FAMILY_CONFIGS
-from freetoken_runtime.layers.expert import Demand
+from freetoken_runtime.kernels.experts.cpu import Demand
 from freetoken_runtime.models.registry import FAMILIES
 from freetoken_runtime.reports import Offload
 from freetoken_runtime.specs.moe import MoeSpec

@@ -19,7 +19,7 @@ from freetoken_runtime.config import EngineConfig, read_host, resolve
 from freetoken_runtime.conversion import convert
 from freetoken_runtime.errors import WeightsDamaged, WeightsError, WeightsNotFound, WeightsTimeout
 from freetoken_runtime.experts.fetch import SWITCH_S, unfinished
-from freetoken_runtime.layers.expert import Demand
+from freetoken_runtime.kernels.experts.cpu import Demand
 from freetoken_runtime.testing import build_checkpoint
 from freetoken_runtime.weights import LoadedModel, load
 from freetoken_storage.errors import FreetokenError

@@ -18,7 +18,7 @@ from freetoken_runtime.experts.slots import Key, SlotPool
 from freetoken_runtime.experts.store import ExpertStore, LayerExperts
 from freetoken_runtime.experts.supply import FETCH_THREADS
 from freetoken_runtime.experts.trials import TrialSettings
-from freetoken_runtime.layers.expert import Demand
+from freetoken_runtime.kernels.experts.cpu import Demand
 from freetoken_runtime.specs.moe import ExpertSpec
 
 FORM = ExpertForm.of(ExpertSpec(4), 4, None, torch.float32, 32)

@@ -19,7 +19,8 @@ from freetoken_runtime.experts.placement import PlacementPolicy, Split
 from freetoken_runtime.experts.rates import ExpertRates
 from freetoken_runtime.experts.records import ExpertForm
 from freetoken_runtime.experts.store import ExpertStore, LayerExperts
-from freetoken_runtime.layers.expert import Demand, Expert, Served
+from freetoken_runtime.kernels.experts.cpu import Demand
+from freetoken_runtime.layers.expert import Expert, Served
 from freetoken_runtime.specs.moe import ExpertSpec
 
 WIDE = ExpertForm.of(ExpertSpec(4), 4, None, torch.float32, 32)

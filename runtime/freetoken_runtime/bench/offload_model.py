@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..experts.store import ExpertStore, LayerExperts
 from ..experts.traces import Trace, TraceShape
 from ..ftw_weights import FtwFolder, is_ftw
-from ..layers.expert import Demand
+from ..kernels.experts.cpu import Demand
 from ..layers.moe import Router
 from ..layers.routing import Routes
 from ..random_weights import RandomWeights

@@ -17,7 +17,8 @@ from ..errors import UnsupportedConfig
 from ..experts.choice import disk_tier, has_experts, own_form
 from ..experts.records import ExpertForm
 from ..ftw_weights import FtwFolder
-from ..layers.expert import Demand, Served
+from ..kernels.experts.cpu import Demand
+from ..layers.expert import Served
 from ..layers.moe import Moe
 from ..layers.routing import Routes
 from ..models.decoder import Decoder, DecoderParts, Layer

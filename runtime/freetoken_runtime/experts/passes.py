@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from ..layers.expert import Demand, Served
+from ..kernels.experts.cpu import Demand
+from ..layers.expert import Served
 from .ahead import Ahead
 from .beside import Beside
 from .placement import PlacementPolicy

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..layers.expert import Demand
+from ..kernels.experts.cpu import Demand
 
 
 class Judge(Protocol):

@@ -19,7 +19,8 @@ from threading import Lock
 from weakref import finalize
 
 from ..errors import WeightsTimeout
-from ..layers.expert import Demand, Served
+from ..kernels.experts.cpu import Demand
+from ..layers.expert import Served
 from ..plan import SlotDemand
 from ..reports import ExpertStats, Offload
 from .fetch import Disk, Fetcher, unfinished

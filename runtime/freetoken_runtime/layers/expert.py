@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from ..batch import Form
-from ..kernels.experts.cpu import Demand as Demand
-from ..kernels.experts.cpu import clamped_glu, pad_rows
+from ..kernels.experts.cpu import Demand, clamped_glu, pad_rows
 from ..specs.moe import ClampedGlu, ExpertSpec
 from .linear import PARTS, Linear
 from .mlp import Activate, activation
