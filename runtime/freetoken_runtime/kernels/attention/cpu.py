@@ -92,9 +92,10 @@ def _attend_many(
             rows = scaled[start : start + block, head].transpose(0, 1)  # [group, block, dim]
             count = rows.shape[1]
             flat = rows.reshape(-1, dim)
+            stop = start + count if causal else len(keys)
             parts = []
-            for first in range(0, start + count if causal else len(k), _KEYS):
-                seen = slice(first, min(first + _KEYS, start + count if causal else len(keys)))
+            for first in range(0, stop, _KEYS):
+                seen = slice(first, min(first + _KEYS, stop))
                 scores = linear(flat, keys[seen])
                 if causal and seen.stop > start:
                     scores.view(group, count, -1)[:, :, start - first :].add_(_later(count))
@@ -110,10 +111,10 @@ def _attend_many(
 
 
 def _block(queries: int, group: int) -> int:
-    """How many queries go together: a power of two, so that blocks of keys are whole ones of these
-    and the masked square of each lies in one of them."""
+    """How many queries go together: a power of two and no more than a block of keys, so that those
+    are whole ones of these and the masked square of each lies in one of them."""
     block = _QUERIES_STEP
-    while block < min(queries, _MAX_QUERIES) and 2 * block * group <= _GEMM_ROWS:
+    while block < min(queries, _MAX_QUERIES, _KEYS) and 2 * block * group <= _GEMM_ROWS:
         block *= 2
     return block
 
