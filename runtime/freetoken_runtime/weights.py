@@ -310,27 +310,27 @@ class Builder:
 
     def make(self, names: list[str], quant: Quant | None) -> Linear:
         """A linear layer from matrices stacked along their outputs, in the form of `quant`."""
-        weight = self._source.read_matrix(names, quant)
-        if weight is None:
-            weight = self._matrix(names, quant)
+        weight = self._matrix(names, quant, self._dtype)
         bias = self._bias(names)
         if isinstance(weight, torch.Tensor):
-            return DenseLinear(weight.to(self._dtype), bias)
+            return DenseLinear(weight, bias)
         return IntegerLinear(weight, bias)
 
-    def _matrix(self, names: list[str], quant: Quant | None) -> Matrix:
+    def _matrix(self, names: list[str], quant: Quant | None, dtype: torch.dtype) -> Matrix:
+        """As the source holds it, or made from what it holds; `dtype`: if it is not quantised."""
+        weight = self._source.read_matrix(names, quant)
+        if weight is not None:
+            return weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
         if quant == "int8":
             return self.reader.int8(names)
         if quant == "int4":
             return self.reader.int4(names)
-        return self.reader.dense(names, self._dtype)
+        return self.reader.dense(names, dtype)
 
     def _dense(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        weight = self._source.read_matrix([name], None)
-        if weight is None:
-            return self.reader.dense([name], dtype)
+        weight = self._matrix([name], None, dtype)
         assert isinstance(weight, torch.Tensor)
-        return weight.to(dtype)
+        return weight
 
     def _bias(self, names: list[str]) -> torch.Tensor | None:
         biases = [f"{name}.bias" for name in names]

@@ -76,7 +76,6 @@ class ExpertsSettings:
     rounds: int = 3
     forms: Sequence[tuple[Quant, Prefill]] = FORMS
     threads: int | None = None
-    prefill_chunk: int | None = None
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -219,7 +218,6 @@ def _ours(
         quant=quant,
         prefill=prefill,
         threads=settings.threads,
-        prefill_chunk=settings.prefill_chunk,
         offload="none",
     )
     with Engine.load(folder / quant, config) as engine:

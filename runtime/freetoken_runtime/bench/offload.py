@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import fmean, median
 
 from ..config import EngineConfig
-from ..contention import apart, compute_alone
 from ..experts.supply import FETCH_THREADS
 from ..experts.traces import best_hit_rate, calibrated
 from ..spec import ModelSpec
@@ -80,10 +79,7 @@ def measure(
         if on_turn is not None:
             on_turn(before + number, total)
 
-    path = apart(
-        lambda: prepare(folder, spec, "int4", lambda share: done(0, int(_PREPARING_TURNS * share)))
-    )
-    compute_alone()  # from here on the engine alone has a team
+    path = prepare(folder, spec, "int4", lambda share: done(0, int(_PREPARING_TURNS * share)))
     trace = calibrated(trace_shape(spec), TRACE_STEPS, seed=1)
     with staged(path, "int4", trace, EngineConfig(threads=settings.threads)) as stage:
         experts, reader = PreparedExperts(path), stage.store.disk.reader()

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from ..config import EngineConfig, read_host, resolve
+from ..contention import apart, compute_alone
 from ..conversion import convert
 from ..engine import Engine
 from ..experts.store import ExpertStore, LayerExperts
@@ -64,7 +65,11 @@ class _HalfWeights(RandomWeights):
 
 def prepare(folder: Path, spec: ModelSpec, quant: Quant | None, on_share: OnShare) -> Path:
     """The model as an FTW folder in `folder`: the one that is there, or a new one. A run that was
-    interrupted is gone on with."""
+    interrupted is gone on with. Apart, as only the engine may have a team."""
+    return apart(lambda: _prepared(folder, spec, quant, on_share))
+
+
+def _prepared(folder: Path, spec: ModelSpec, quant: Quant | None, on_share: OnShare) -> Path:
     mixture = spec.layers[0].feed_forward
     assert isinstance(mixture, MoeSpec)
     size = f"{len(spec.layers)}x{mixture.router.num_experts}"
@@ -185,7 +190,9 @@ class Stage:
 
 @contextmanager
 def staged(path: Path, quant: Quant | None, trace: Trace, config: EngineConfig) -> Iterator[Stage]:
-    """A model at `path`, with a slot for every expert at first."""
+    """A model at `path`, with a slot for every expert at first. From here on the calling thread
+    computes alone: the engine has the only team."""
+    compute_alone()
     model, tape = open_model(path, quant), Tape(trace)
     play(model, tape)
     config = replace(config, expert_slots=trace.shape.slots(1.0))

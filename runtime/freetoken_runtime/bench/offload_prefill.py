@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..contention import apart, compute_alone
 from ..experts.traces import calibrated
 from ..spec import ModelSpec
 from ..weight_source import Quant
@@ -70,10 +69,7 @@ def measure(
         if on_turn is not None:
             on_turn(turns, total)
 
-    path = apart(
-        lambda: prepare(folder, spec, quant, lambda share: done(int(_PREPARING_TURNS * share)))
-    )
-    compute_alone()  # from here on the engine alone has a team
+    path = prepare(folder, spec, quant, lambda share: done(int(_PREPARING_TURNS * share)))
     trace = calibrated(trace_shape(spec), TRACE_STEPS, seed=1)
     config = EngineConfig(threads=settings.threads, prefill_chunk=settings.tokens)
     with staged(path, quant, trace, config) as stage:

@@ -27,7 +27,7 @@ from .parts import Parts
 from .routing import Routes, margins, route
 from .rows import Rows
 
-_ROWS = 256
+_ROWS = 256  # that a router sees at once
 
 Observer = Callable[[torch.Tensor], None]
 

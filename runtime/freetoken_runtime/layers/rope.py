@@ -88,12 +88,6 @@ def rotate(
     """x [T, heads, D] -> copy, in `out` if given, whose first `dim` dimensions are rotated; cos and
     sin from `RopeTable.rows`."""
     dim = cos.shape[-1]
-    if out is None and dim == x.shape[-1]:
-        return torch.addcmul(x * cos, x.roll(dim // 2, -1), sin)
-    out = torch.empty_like(x) if out is None else out
-    turned, rest = x[..., :dim], x[..., dim:]
-    torch.mul(turned, cos, out=out[..., :dim])
-    out[..., :dim].addcmul_(turned.roll(dim // 2, -1), sin)
-    if rest.shape[-1]:
-        out[..., dim:] = rest
-    return out
+    if dim == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(dim // 2, -1), sin, out=out)
+    return torch.cat((rotate(x[..., :dim], cos, sin), x[..., dim:]), -1, out=out)
